@@ -10,7 +10,6 @@ import benches  # noqa: F401
 from bench import report, terminal
 from fusedops import cli
 from fusedops.cli import check as checks
-from fusedops.cli import demo as demos
 from fusedops.cli import tables
 
 HEADINGS = ("op", "backend", "with", "why not", "value", "of allowed", "")
@@ -71,13 +70,6 @@ def check():
     checks.show(rows)
 
 
-def demo():
-    why = "chosen, the first that can serve on the CPU"
-    ops = ("triangle_multiplicative_update", "structured_scatter_add", "dynamic_conv")
-    rows = [demos.Row(op, "cython", why, True, 0.1234, 1e-13) for op in ops]
-    demos.show([*rows, demos.Row("dynamic_conv_step", "triton", "torch sees no GPU")])
-
-
 def bench_row(**values):
     row = {"op": "permute_wigner_inv_edge_to_node", "workload": "Jet-Nemotron, SiLU", "size": 7}
     row |= {"shape": {"atoms": 11484, "reflections": 125197}, "dtype": "float32", "ours": True}
@@ -98,7 +90,7 @@ def changes():
 
 
 @pytest.mark.parametrize("columns", [60, 80])
-@pytest.mark.parametrize("command", [planarity, check, demo, bench, changes])
+@pytest.mark.parametrize("command", [planarity, check, bench, changes])
 def test_no_command_cuts_a_name(capsys, monkeypatch, command, columns):
     """All words below the headings of a wide table are in the narrow one."""
     pytest.importorskip("rich")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
+import timeit
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,9 @@ from fusedops.cli.pictures import check_picture_name, save_picture
 from fusedops.samples import convolved, cubes, ubiquitin
 from fusedops.structure import planar_groups
 from fusedops.wigner import wigner_d
+
+#: Calls of which the demo shows the median time.
+ROUNDS = 20
 
 
 def add(commands: Any) -> None:
@@ -46,73 +48,38 @@ def add(commands: Any) -> None:
 def _command(args: argparse.Namespace) -> int:
     needs("gemmi", "matplotlib", "scipy")
     check_picture_name(args.picture)
-    found: list[Row] = []
+    lines: list[tables.Row] = []
     with progress("checking", len(calls())) as advance:
         for op, (example, *_) in calls().items():
-            found += rows(example)
+            lines += rows(example)
             advance(op.__name__)
-    show(found)
+    headings = ("op", "backend", "why", "ms", "error", "check")
+    tables.show("Value and gradient, float64", headings, lines, right=3)
     draw(Path(args.picture))
     print(f"Picture: {args.picture}, and one of each op beside it")
-    failed = any(row.failed for row in found)
+    failed = any(cells[-1] == "FAILED" for cells, _ in filter(None, lines))
     print("A CHECK FAILED." if failed else "Every result agrees with the reference.")
     return 1 if failed else 0
 
 
-@dataclass(frozen=True)
-class Row:
-    """A backend's row in the demo's table; the error is relative to the reference."""
-
-    op: str
-    backend: str
-    why: str
-    chosen: bool = False
-    milliseconds: float = 0.0
-    error: float | None = None
-
-    @property
-    def failed(self) -> bool:
-        return self.error is not None and not self.error <= TOLERANCE["float64"]
-
-
-def rows(example: Example) -> Iterator[Row]:
-    """Yield the row of every backend for the values and the gradients of an example."""
+def rows(example: Example) -> Iterator[tables.Row]:
+    """Yield a table's row of every backend, with the time of values and gradients."""
     info, op, exact = fusedops.info(), example.op, example.problem("medium")
     gpu = info.gpus and not info.backends["triton"].why_not
     best = op.explain(**(exact.to("cuda", "float64") if gpu else exact).arguments).backend
     for backend in registry.BACKENDS:
         if reason := info.backends[backend.name].why_not:
-            yield Row(op.__name__, backend.name, reason)
+            yield [op.__name__, backend.name, reason, "-", "-", "-"], "dim"
             continue
         off = max(errors_on(example, backend, backend.speaks, "float64", "medium").values())
         given = exact.to(device_of(backend), "float64") if backend.speaks == "torch" else exact
         *_, last = steps_of(given, backend.name, given.cotangents).values()
-        chosen = f"chosen, the first that can serve on the {'GPU' if gpu else 'CPU'}"
-        why = chosen if backend.name == best else "works too"
-        yield Row(op.__name__, backend.name, why, backend.name == best, _median_ms(last), off)
-
-
-def _median_ms(step: Callable[[], Any], seconds: float = 0.2) -> float:
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times) < 5:
-        start = time.perf_counter()
-        step()
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)
-
-
-def show(found: list[Row]) -> None:
-    lines: list[tables.Row] = []
-    for row in found:
-        if row.error is None:
-            lines.append(([row.op, row.backend, row.why, "-", "-", "-"], "dim"))
-            continue
-        check = "FAILED" if row.failed else "ok"
-        cells = [row.op, row.backend, row.why, f"{row.milliseconds:.3f}", f"{row.error:.1e}", check]
-        lines.append((cells, "red" if row.failed else "bold" if row.chosen else None))
-    headings = ("op", "backend", "why", "ms", "error", "check")
-    tables.show("Value and gradient, float64", headings, lines, right=3)
+        failed, chosen = not off <= TOLERANCE["float64"], backend.name == best
+        first = f"chosen, the first that can serve on the {'GPU' if gpu else 'CPU'}"
+        cells = [op.__name__, backend.name, first if chosen else "works too"]
+        seconds = statistics.median(timeit.repeat(last, number=1, repeat=ROUNDS))
+        cells += [f"{1e3 * seconds:.3f}", f"{off:.1e}", "FAILED" if failed else "ok"]
+        yield cells, "red" if failed else "bold" if chosen else None
 
 
 def planarity(figure: Any) -> None:

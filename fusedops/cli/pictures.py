@@ -108,54 +108,42 @@ def draw_slices(
     squares = [np.square(plane - mean, dtype=np.float64).mean() for plane in rho.T]
     sigma = math.sqrt(np.mean(squares))
     levels = [mean + k * sigma for k in (1, 2, 3)]
-    pieces = [np.moveaxis(rho, axis, 0)[at] for axis, at in cuts]
+    pieces = [np.moveaxis(rho, axis, 0)[at].T for axis, at in cuts]
     # One scale for all. A square root, since atoms are far denser than the space between them.
     low, top = min(map(np.min, pieces)), max(map(np.max, pieces))
-    scale = PowerNorm(0.5, low, top if top > low else low + 1)
-    panels_of = []
-    for axis, at in cuts:
-        u, v = (edge for edge in range(3) if edge != axis)
-        along = steps[v] * np.cos(angles[axis]), steps[v] * np.sin(angles[axis])
-        origin = first[u] + first[v] * np.cos(angles[axis]), first[v] * np.sin(angles[axis])
-        oblique = Affine2D.from_values(steps[u], 0, *along, *origin)
-        right, up = rho.shape[u] - 0.5, rho.shape[v] - 0.5
-        corners = oblique.transform([(-0.5, -0.5), (right, -0.5), (right, up), (-0.5, up)])
-        panels_of.append((axis, at, u, v, oblique, corners))
-    widths, heights = np.array([np.ptp(corners, axis=0) for *_, corners in panels_of]).T
-    figure, panels, bar = _page(widths, heights)
     # Light greys, on which the contours show.
     greys = ListedColormap(colormaps["Greys"](np.linspace(0, 0.6, 256)))
-    for panel, piece, (axis, at, u, v, oblique, corners) in zip(
-        panels, pieces, panels_of, strict=True
-    ):
+    shades = {"norm": PowerNorm(0.5, low, top if top > low else low + 1), "cmap": greys}
+
+    outlines = []
+    for (axis, _), piece in zip(cuts, pieces, strict=True):
+        u, v = (edge for edge in range(3) if edge != axis)
+        turn = np.array([np.cos(angles[axis]), np.sin(angles[axis])])
+        origin = first[v] * turn + [first[u], 0]
+        oblique = Affine2D.from_values(steps[u], 0, *(steps[v] * turn), *origin)
         # A voxel's value is the density at its middle.
-        image = panel.imshow(
-            piece.T,
-            origin="lower",
-            transform=oblique + panel.transData,
-            cmap=greys,
-            norm=scale,
-            extent=(-0.5, piece.shape[0] - 0.5, -0.5, piece.shape[1] - 0.5),
-        )
-        i, j = np.meshgrid(*map(np.arange, piece.shape))
-        x, y = oblique.transform(np.stack([i.ravel(), j.ravel()], axis=1)).T
+        up, right = np.array(piece.shape) - 0.5
+        corners = oblique.transform([(-0.5, -0.5), (right, -0.5), (right, up), (-0.5, up)])
+        outlines.append((names[u], names[v], oblique, corners))
+    widths, heights = np.array([np.ptp(corners, axis=0) for *_, corners in outlines]).T
+    figure, panels, bar = _page(widths, heights)
+    for panel, piece, (axis, at), (along, across, oblique, corners) in zip(
+        panels, pieces, cuts, outlines, strict=True
+    ):
+        place = {"transform": oblique + panel.transData}
+        image = panel.imshow(piece, origin="lower", **place, **shades)
         if sigma > 0 and min(piece.shape) > 1:
-            panel.contour(
-                x.reshape(i.shape),
-                y.reshape(i.shape),
-                piece.T,
-                levels,
-                colors=_INKS,
-                linewidths=0.7,
-            )
+            panel.contour(piece, levels, colors=_INKS, linewidths=0.7, **place)
         panel.fill(*corners.T, fill=False, edgecolor="0.5", linewidth=0.5)
-        panel.set_xlim(corners[:, 0].min(), corners[:, 0].max())
-        panel.set_ylim(corners[:, 1].min(), corners[:, 1].max())
-        panel.set_aspect("equal")
-        panel.set_xlabel(f"{names[u]}, Å")
         right_angle = abs(np.cos(angles[axis])) < 1e-6
-        panel.set_ylabel(f"{names[v]}, Å" if right_angle else f"perpendicular to {names[u]}, Å")
-        panel.set_title(f"{names[axis]} = {first[axis] + at * steps[axis]:.1f} Å")
+        panel.set(
+            xlim=(corners[:, 0].min(), corners[:, 0].max()),
+            ylim=(corners[:, 1].min(), corners[:, 1].max()),
+            aspect="equal",
+            xlabel=f"{along}, Å",
+            ylabel=f"{across}, Å" if right_angle else f"perpendicular to {along}, Å",
+            title=f"{names[axis]} = {first[axis] + at * steps[axis]:.1f} Å",
+        )
     figure.colorbar(image, cax=bar, label=unit)
     figure.suptitle(title, parse_math=False, y=1 - 0.2 / figure.get_figheight())
     lines = [Line2D([], [], color=ink) for ink in _INKS]

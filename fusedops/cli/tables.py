@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import shutil
 import sys
@@ -39,89 +40,80 @@ def _filled(text: str, width: int, first: str, indent: str) -> str:
 
 
 def show(title: str, headings: Sequence[str], rows: Sequence[Row], right: int = 0) -> None:
-    """Print a table with numbers in its last `right` columns."""
-    if importlib.util.find_spec("rich") is None:
-        _plain(title, headings, rows, right)
+    """Print a table with numbers in its last `right` columns.
+
+    Where it is wider than the terminal, rich breaks its texts between words, in three lines at
+    most; a table that is wider still has a row's texts in one line, and its numbers in the next.
+    """
+    has_rich = importlib.util.find_spec("rich") is not None
+    cells = [headings, *(row[0] for row in rows if row)]
+    count, total = len(headings), width_of(sys.stdout)
+    # rich puts a line and two spaces around every column.
+    between, texts = (3 * count + 1, count - right) if has_rich else (2 * count - 2, 0)
+    widths = _widths(cells, texts, math.inf if total is None else total - between)
+    if widths is None:
+        _records(title, headings, rows, right, total or 0)
+        return
+    if not has_rich:
+        print(title)
+        for line in cells:
+            print(_columns(line, widths, right))
         return
     from rich import box
     from rich.console import Console
-    from rich.measure import Measurement
     from rich.table import Table
 
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    cells = [list(headings), *(list(row[0]) for row in rows if row)]
-    for at, heading in enumerate(headings):
-        numbers = at >= len(headings) - right
-        table.add_column(heading, justify="right" if numbers else "left", no_wrap=numbers)
+    for at, (heading, width) in enumerate(zip(headings, widths, strict=True)):
+        numbers = at >= count - right
+        # rich itself would cut words in a narrow column.
+        table.add_column(heading, justify="right" if numbers else "left", width=width)
     for row in rows:
         if row is None:
             table.add_section()
         else:
             table.add_row(*row[0], style=row[1])
-    console = Console(highlight=False, markup=False)
-    needed = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
-    if width_of(sys.stdout) is None:
-        console.width = needed
-    widths = _widths(cells, right, needed - console.width)
-    if widths is None:
-        _records(title, headings, rows, right, console.width)
-        return
-    # rich itself would cut words in a narrow column.
-    for column, width in zip(table.columns, widths, strict=True):
-        column.width = width
-    console.print(table)
+    Console(highlight=False, markup=False, width=sum(widths) + between).print(table)
 
 
-def _widths(cells: Sequence[Sequence[str]], right: int, excess: int) -> list[int] | None:
-    """Return the columns' widths after texts give up `excess`.
+def _widths(cells: Sequence[Sequence[str]], texts: int, room: float) -> list[int] | None:
+    """Return the widths of columns that fit into `room`, of which the first, `texts`, may shrink.
 
     Return None if that would cut words, or break a text into more than three lines.
     """
     columns = list(zip(*cells, strict=True))
     widths = [max(1, *map(len, column)) for column in columns]
-    texts = columns[: len(columns) - right]
-    words = [max(len(word) for cell in column for word in [*cell.split(), ""]) for column in texts]
-    for at in sorted(range(len(texts)), key=lambda at: words[at] - widths[at]):
+    words = [
+        max(len(word) for cell in column for word in [*cell.split(), ""]) for column in columns
+    ]
+    excess = sum(widths) - room
+    for at in sorted(range(texts), key=lambda at: words[at] - widths[at]):
         less = max(0, min(excess, widths[at] - words[at]))
-        widths[at] -= less
+        widths[at] -= int(less)
         excess -= less
     lines = (
         len(textwrap.wrap(cell, width, break_long_words=False, break_on_hyphens=False))
-        for column, width in zip(texts, widths, strict=False)
+        for column, width in zip(columns[:texts], widths, strict=False)
         for cell in column
     )
     return widths if excess <= 0 and max(lines, default=0) <= 3 else None
 
 
+def _columns(cells: Sequence[str], widths: Sequence[int], right: int) -> str:
+    at = len(cells) - right
+    padded = [cell.ljust(width) for cell, width in zip(cells[:at], widths, strict=False)]
+    padded += [cell.rjust(width) for cell, width in zip(cells[at:], widths[at:], strict=True)]
+    return "  ".join(padded).rstrip()
+
+
 def _records(
     title: str, headings: Sequence[str], rows: Sequence[Row], right: int, width: int
 ) -> None:
-    """Print a row's texts in one line, and its numbers, with their headings, in the next."""
     print(title)
     at = len(headings) - right
-    for row in rows:
-        if row is None:
-            continue
-        cells = row[0]
+    for cells, _ in filter(None, rows):
         texts = ", ".join(filter(None, cells[:at]))
         named = zip(headings[at:], cells[at:], strict=True)
         numbers = ", ".join(f"{heading} {cell}".strip() for heading, cell in named if cell)
         for line, indent in ((texts, "  "), (numbers, "    ")):
             print(_filled(line, width, indent, indent))
-
-
-def _plain(title: str, headings: Sequence[str], rows: Sequence[Row], right: int) -> None:
-    cells = [list(headings), *(list(row[0]) if row else [] for row in rows)]
-    count = len(headings)
-    widths = [max(len(line[i]) for line in cells if line) for i in range(count)]
-    width = width_of(sys.stdout)
-    if width and sum(widths) + 2 * (count - 1) > width:
-        _records(title, headings, rows, right, width)
-        return
-    print(title)
-    for line in cells:
-        padded = [
-            cell.rjust(width) if i >= count - right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=False))
-        ]
-        print("  ".join(padded).rstrip())
