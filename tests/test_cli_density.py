@@ -250,15 +250,6 @@ class TestWithoutACell:
         assert np.abs(peak - structure.xyz[3]).max() <= 0.2 + 1e-6
         assert report["integral"] == pytest.approx(6 + 1 + 15, rel=1e-3)
 
-    def test_gemmi_finds_the_atoms_where_they_are(self, load, run):
-        structure = load(pdb(None))
-        run("x.pdb")
-        ccp4, _ = read_map("x.map")
-        ccp4.setup(math.nan)
-        density = [ccp4.grid.tricubic_interpolation(gemmi.Position(*x)) for x in structure.xyz]
-        assert np.argmax(density) == 3
-        assert min(density) > 0.1
-
     def test_a_margin_makes_a_box_of_a_crystal(self, made, load):
         load(pdb("P 1 21 1", 101.0))
         report = made("x.pdb", "--margin", 9, "--blur", 0)
@@ -327,10 +318,9 @@ class TestTheCommand:
         # The second label has the model's name.
         assert a[:304] + a[384:] == b[:304] + b[384:]
 
-    @pytest.mark.parametrize("group", ["P 1 21 1", None])
-    def test_picture(self, run, load, group):
+    def test_picture(self, run, load):
         pytest.importorskip("matplotlib")
-        load(pdb(group, 101.0))
+        load(pdb(None))
         picture = Path("x.png")
         code, out, err = run("x.pdb", "--picture", picture, "--electron")
         assert (code, err) == (0, "")
@@ -364,23 +354,18 @@ class TestLike:
 
         return write
 
-    def like(self, run, *options, target="x.map"):
-        code, out, err = run(
-            "x.pdb", "--out", "y.map", "--like", target, "--json",
-            *options,
-        )  # fmt: skip
-        assert (code, err) == (0, "")
-        return json.loads(out), *read_map("y.map")
+    def like(self, made, target="x.map"):
+        return made("x.pdb", "--out", "y.map", "--like", target), *read_map("y.map")
 
     @pytest.mark.parametrize("group", ["P 1 21 1", "C 2 2 21", None])
-    def test_the_map_itself(self, run, target, tmp_path, group):
+    def test_the_map_itself(self, made, run, target, tmp_path, group):
         if group == "C 2 2 21":
             target = lambda group: None  # noqa: E731
             (tmp_path / "x.pdb").write_text(pdb(group))
             run("x.pdb")
         target(group)
         expected, rho = read_map("x.map")
-        report, found, again = self.like(run)
+        report, found, again = self.like(made)
         np.testing.assert_allclose(again, rho, atol=1e-5 * rho.max())
         assert report["correlation"] == pytest.approx(1)
         assert found.grid.unit_cell == expected.grid.unit_cell
@@ -389,40 +374,40 @@ class TestLike:
         assert (group is None) == any(start_of(found))
         assert bytes(found.ccp4_header[:76]) == bytes(expected.ccp4_header[:76])
 
-    def test_the_correlation(self, run, target):
+    def test_the_correlation(self, made, run, target):
         ccp4, rho = target()
         noise = np.random.default_rng(0).standard_normal(rho.shape)
         ccp4.grid.array[:] = 3 * rho + 0.3 * noise - 1
         ccp4.write_ccp4_map("x.map")
-        report, _, again = self.like(run)
+        report, _, again = self.like(made)
         expected = np.corrcoef(again.ravel(), ccp4.grid.array.ravel())[0, 1]
         assert 0.1 < expected < 0.95
         assert report["correlation"] == pytest.approx(expected, abs=1e-6)
         out = run("x.pdb", "--out", "y.map", "--like", "x.map")[1]
         assert f"correlation with x.map: {expected:.4f}\n" in out
 
-    def test_a_constant_map_has_no_correlation(self, run, target):
+    def test_a_constant_map_has_no_correlation(self, made, target):
         ccp4, _ = target()
         ccp4.grid.array[:] = 1
         ccp4.write_ccp4_map("x.map")
-        assert self.like(run)[0]["correlation"] is None
+        assert self.like(made)[0]["correlation"] is None
 
-    def test_voxels_without_a_number_do_not_count(self, run, target):
+    def test_voxels_without_a_number_do_not_count(self, made, target):
         ccp4, rho = target()
         ccp4.grid.array[:] = np.where(np.arange(rho.shape[2]) < 7, rho + rho**2, np.nan)
         ccp4.write_ccp4_map("x.map")
         expected = np.corrcoef(rho[:, :, :7].ravel(), ccp4.grid.array[:, :, :7].ravel())[0, 1]
-        assert self.like(run)[0]["correlation"] == pytest.approx(expected, abs=1e-5)
+        assert self.like(made)[0]["correlation"] == pytest.approx(expected, abs=1e-5)
 
     @pytest.mark.parametrize("group", ["P 1", "P 1 21 1"])
-    def test_a_part_of_the_cell(self, run, target, group):
+    def test_a_part_of_the_cell(self, made, target, group):
         ccp4, rho = target(group)
         low, high = gemmi.Fractional(-0.2, 0.5, 0.1), gemmi.Fractional(0.3, 1.4, 0.6)
         box = gemmi.FractionalBox()
         box.minimum, box.maximum = low, high
         ccp4.set_extent(box)
         ccp4.write_ccp4_map("part.map")
-        report, found, part = self.like(run, target="part.map")
+        report, found, part = self.like(made, target="part.map")
         assert start_of(found) == start_of(ccp4) == report["start"]
         assert found.header_i32(8) == rho.shape[0] > part.shape[0] == report["shape"][0]
         np.testing.assert_allclose(part, ccp4.grid.array, atol=1e-5 * rho.max())
@@ -433,7 +418,7 @@ class TestLike:
         assert there.sum() == part.size
         np.testing.assert_allclose(found.grid.array[there], rho[there], atol=1e-5 * rho.max())
 
-    def test_axes_in_another_order(self, run, target, tmp_path):
+    def test_axes_in_another_order(self, made, target, tmp_path):
         _, rho = target("P 1")
         nx, ny, nz = rho.shape
         # The file's columns are z, its rows x, its sections y.
@@ -443,26 +428,26 @@ class TestLike:
         data = np.ascontiguousarray(rho.transpose(1, 0, 2)).tobytes()
         content[-len(data) :] = data
         (tmp_path / "turned.map").write_bytes(content)
-        report, _, again = self.like(run, target="turned.map")
+        report, _, again = self.like(made, target="turned.map")
         assert report["correlation"] == pytest.approx(1)
         np.testing.assert_allclose(again, rho, atol=1e-5 * rho.max())
 
-    def test_the_origin_of_an_mrc_file(self, run, target):
+    def test_the_origin_of_an_mrc_file(self, made, target):
         _, rho = target(None)
         words = {5: 0, 6: 0, 7: 0, 50: -2.75, 51: -3.0, 52: 1.125}
         with_header("x.map", "em.map", words)
-        _, found, again = self.like(run, target="em.map")
+        _, found, again = self.like(made, target="em.map")
         assert [found.header_float(word) for word in (50, 51, 52)] == [-2.75, -3.0, 1.125]
         moved = read_structure("x.pdb")
         moved.write("x.pdb", moved.xyz - [-2.75, -3.0, 1.125])
         with_header("x.map", "zero.map", {5: 0, 6: 0, 7: 0})
-        _, _, expected = self.like(run, target="zero.map")
+        _, _, expected = self.like(made, target="zero.map")
         np.testing.assert_allclose(again, expected, atol=0.01 * rho.max())
 
-    def test_a_map_of_the_cell_without_symmetry_holds_all_copies(self, run, target):
+    def test_a_map_of_the_cell_without_symmetry_holds_all_copies(self, made, target):
         _, rho = target()
         with_header("x.map", "p1.map", {23: 1})
-        report, _, again = self.like(run, target="p1.map")
+        report, _, again = self.like(made, target="p1.map")
         assert report["spacegroup"] == "P 1 21 1"
         np.testing.assert_allclose(again, rho, atol=1e-5 * rho.max())
 
@@ -490,8 +475,6 @@ class TestLike:
         ("options", "reason"),
         [
             (["--like", "x.map", "--out", "x.map"], "it is the input"),
-            (["--like", "x.map", "--margin", 9], "an extent of its own"),
-            (["--like", "x.pdb"], "Failed to read map header"),
             (["--like", "x.map", "--radius", 1], "x.map: spacing 0."),
         ],
     )
@@ -508,10 +491,6 @@ class TestResolution:
         assert report["blur_angstrom2"] == pytest.approx(8 * np.pi**2 * spacing**2 / 1.1)
         ccp4, _ = read_map("x.map")
         assert max(ccp4.grid.spacing) <= spacing
-
-    def test_a_spacing_comes_first(self, made):
-        report = made(UBIQUITIN, "--resolution", 2, "--spacing", 0.4)
-        assert report["spacing_angstrom"] == 0.4
 
 
 def labels_of(ccp4):
@@ -814,21 +793,11 @@ def refused(result, reason):
     assert reason in err
 
 
-class TestRefusals:
-    @pytest.mark.parametrize(
-        ("options", "reason"),
-        [
-            (["--out", "x.png"], "x.png: name it .ccp4, .map or .mrc"),
-            (["--out", "none/x.map"], "there is no folder"),
-            (["--picture", "x.map"], "Matplotlib can't draw into such a file"),
-            (["--picture", "none/x.png"], "there is no folder"),
-        ],
-    )
-    def test_a_bad_name_is_told_before_any_work(self, run, tmp_path, monkeypatch, options, reason):
-        pytest.importorskip("matplotlib")
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(cli.density, "read_model", None)
-        refused(run(UBIQUITIN, *options), reason)
+@pytest.mark.parametrize("options", [("--out", "none/x.map"), ("--picture", "x.map")])
+def test_a_bad_name_is_told_before_any_work(run, monkeypatch, options):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(cli.density, "read_model", None)
+    refused(run(UBIQUITIN, *options), options[1])
 
 
 class TestMemory:
