@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,13 +114,8 @@ def caches() -> dict[str, tuple[Path, list[Path]]]:
         from triton import knobs
 
         folder = Path(knobs.cache.dir)
-        found["triton"] = folder, [path for path in _folders(folder) if _holds_ours(path)]
+        found["triton"] = folder, [path for path in sorted(folder.glob("*")) if _holds_ours(path)]
     return found
-
-
-def _folders(folder: Path) -> Iterator[Path]:
-    if folder.is_dir():
-        yield from (path for path in sorted(folder.iterdir()) if path.is_dir())
 
 
 def _holds_ours(folder: Path) -> bool:

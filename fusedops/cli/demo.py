@@ -166,8 +166,7 @@ def edge_wigner(figure: Any) -> None:
     from mpl_toolkits.mplot3d.art3d import Line3DCollection
 
     structure = ubiquitin()
-    names = [label.split()[1] for label in structure.labels]
-    xyz = structure.xyz[[name in ("44", "45", "46", "47") for name in names]]
+    xyz = structure.xyz[[44 <= int(label.split()[1]) < 48 for label in structure.labels]]
     lengths = np.linalg.norm(xyz[:, None] - xyz, axis=-1)
     source, target = np.nonzero((lengths > 0) & (lengths < 3))
     graph = fusedops.Edges((source, target), len(xyz))
@@ -232,13 +231,10 @@ def gaussian_density(figure: Any) -> None:
     atoms = atoms.blurred(atoms.needed_blur(2 / 3))
     lattice = fusedops.Lattice(grid.matrix, grid.shape)
     home, moves = atoms.xyz, np.random.default_rng(5).normal(scale=0.2, size=atoms.xyz.shape)
-    constants: dict[str, Any] = {"occupancy": atoms.occupancy, "amplitudes": atoms.amplitudes}
-    constants |= {"widths": atoms.widths, "cell": lattice, "radius": 2.5}
-    given = {"xyz": home + moves, "b": atoms.b, **constants}
+    rest = atoms.b, atoms.occupancy, atoms.amplitudes, atoms.widths, lattice
     op: Any = fusedops.gaussian_density
-
-    true = op(home, atoms.b, **constants)
-    rho, pullback = op.vjp(**given, wrt=("xyz",))
+    true = op(home, *rest, radius=2.5)
+    rho, pullback = op.vjp(home + moves, *rest, radius=2.5, wrt=("xyz",))
     pull = pullback(true - rho)[0]
     edges, shape = np.diag(grid.matrix), np.array(grid.shape)
     inside = home % edges
