@@ -289,8 +289,8 @@ def tensor(array: Any, device: str, dtype: str) -> Any:
     """Return an array as a tensor, floats in `dtype`."""
     import torch
 
-    made = torch.from_numpy(np.asarray(array))
-    return made.to(device, getattr(torch, dtype) if made.is_floating_point() else None)
+    kind = getattr(torch, dtype) if np.asarray(array).dtype.kind == "f" else None
+    return torch.from_numpy(np.asarray(array)).to(device, kind)
 
 
 def _is_float(value: Any) -> bool:
@@ -328,10 +328,8 @@ class Problem(Call):
 
     def mapped(self, function: Callable[[Any], Any]) -> Problem:
         """Return the problem with a function applied to every array."""
-        arguments = {
-            n: function(a) if isinstance(a, np.ndarray) else a for n, a in self.arguments.items()
-        }
-        return Problem(self.example, arguments, tuple(map(function, self.cotangents)))
+        p = self.converted(lambda _, a: function(a) if isinstance(a, np.ndarray) else a)
+        return dataclasses.replace(p, cotangents=tuple(map(function, self.cotangents)))
 
     def astype(self, dtype: str) -> Problem:
         return self.floats_mapped(lambda a: np.array(a, dtype))
