@@ -96,6 +96,7 @@ def draw_slices(
     """
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap, PowerNorm
+    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.transforms import Affine2D
 
@@ -126,7 +127,11 @@ def draw_slices(
         corners = oblique.transform([(-0.5, -0.5), (right, -0.5), (right, up), (-0.5, up)])
         outlines.append((names[u], names[v], oblique, corners))
     widths, heights = np.array([np.ptp(corners, axis=0) for *_, corners in outlines]).T
-    figure, panels, bar = _page(widths, heights)
+    # All at one scale, with an inch of labels beside each, and room for the title and the legend.
+    inches = min(4 / heights.max(), 13 / widths.sum())
+    size = max(7.5, inches * widths.sum() + len(cuts) + 1.5), max(3.3, inches * heights.max() + 2)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(1, len(cuts), width_ratios=widths, squeeze=False)[0]
     for panel, piece, (axis, at), (along, across, oblique, corners) in zip(
         panels, pieces, cuts, outlines, strict=True
     ):
@@ -140,36 +145,17 @@ def draw_slices(
             xlim=(corners[:, 0].min(), corners[:, 0].max()),
             ylim=(corners[:, 1].min(), corners[:, 1].max()),
             aspect="equal",
+            anchor="S",
             xlabel=f"{along}, Å",
             ylabel=f"{across}, Å" if right_angle else f"perpendicular to {along}, Å",
             title=f"{names[axis]} = {first[axis] + at * steps[axis]:.1f} Å",
         )
-    figure.colorbar(image, cax=bar, label=unit)
-    figure.suptitle(title, parse_math=False, y=1 - 0.2 / figure.get_figheight())
+    figure.colorbar(image, ax=panels, label=unit, fraction=0.02, panchor=False)
+    figure.suptitle(title, parse_math=False)
     lines = [Line2D([], [], color=ink) for ink in _INKS]
     texts = [f"mean + {k} σ = {level:.3g} {unit}" for k, level in enumerate(levels, 1)]
-    figure.legend(lines, texts, loc="lower center", ncols=3, frameon=False)
+    figure.legend(lines, texts, loc="outside lower center", ncols=3, frameon=False)
     save_picture(path, figure)
-
-
-def _page(widths: np.ndarray, heights: np.ndarray) -> tuple[Any, list[Any], Any]:
-    """Return a figure with a panel for each slice, of sizes in Å at one scale, and a colour bar."""
-    from matplotlib.figure import Figure
-
-    # Margins, in inches, with room for labels, title and legend.
-    left, bottom, right, top, gap = 0.9, 1.0, 1.3, 0.8, 1.0
-    inches = min(4 / heights.max(), 13 / widths.sum())
-    content = inches * widths.sum() + gap * (len(widths) - 1)
-    tall = max(1.5, inches * heights.max())
-    page = np.array([max(7.5, left + content + right), bottom + tall + top])
-    x = left + (page[0] - left - content - right) / 2
-    figure = Figure(figsize=tuple(page))
-    panels = []
-    for size in inches * np.stack([widths, heights], axis=1):
-        panels.append(figure.add_axes((*([x, bottom] / page), *(size / page))))
-        x += size[0] + gap
-    bar = figure.add_axes((*([x - gap + 0.25, bottom] / page), *([0.15, tall] / page)))
-    return figure, panels, bar
 
 
 def save_picture(path: str | os.PathLike, figure: Any, part: Any = None) -> None:
