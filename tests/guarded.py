@@ -6,6 +6,7 @@ because importing torch and Triton takes longer than most of these tests.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import mmap
 import os
@@ -60,6 +61,18 @@ def guarded(values: Any, at_the_end: bool) -> np.ndarray:
     array = array.view(values.dtype).reshape(values.shape)
     array[...] = values
     return array
+
+
+def packed(value: Any, at_the_end: bool) -> Any:
+    """Return a packed argument whose arrays lie between protected pages."""
+    arrays = [guarded(getattr(value, field), at_the_end) for field in value._fields]
+    if FRAMEWORK == "torch":
+        import torch
+
+        return value.from_tensors([*map(torch.from_numpy, arrays)], value.sizes())
+    made = copy.copy(value)
+    vars(made).update(zip(value._fields, arrays, strict=True))
+    return made
 
 
 def fill(primitive: Any, a: Any, outputs: Sequence[Any]) -> None:

@@ -8,17 +8,24 @@ from typing import Any
 import numpy as np
 
 from fusedops._catalogue import Arguments, Case, Example, example
-from fusedops.harmonics.op import matrices, matrices_vjp, matrices_vjp_vjp, matrix_size, wigner_d
+from fusedops.harmonics.op import (
+    matrices,
+    matrices_vjp,
+    matrices_vjp_vjp,
+    matrix_size,
+    wigner_d,
+    wigner_d_of,
+)
 
 
 def cases() -> list[Case]:
-    def add(name: str, lmax: int, layout: str) -> None:
+    def add(name: str, lmax: int, layout: str, edges: int | None = None) -> None:
         def make(count: int) -> tuple[tuple[np.ndarray, ...], tuple[Any, ...]]:
             rng = np.random.default_rng(lmax)
             axes = np.concatenate([np.eye(3), -np.eye(3)])
             # Beside the poles and the equator, and no direction at all.
             beside = [[1e-6, 1, -1e-6], [1e-6, -1, 1e-6], [1, 1e-6, 1], [1, -1e-6, 1], [0, 0, 0]]
-            vectors = np.concatenate([axes, beside, rng.normal(size=(6, 3))])
+            vectors = np.concatenate([axes, beside, rng.normal(size=(6, 3))])[:edges]
             shape = len(vectors), *matrix_size(lmax, layout == "packed")
             arrays = vectors, rng.normal(size=shape), rng.normal(size=vectors.shape)
             return arrays[:count], (lmax, layout)
@@ -32,6 +39,8 @@ def cases() -> list[Case]:
     for lmax in (2, 0, 1, 3, 6, 8):
         for layout in ("dense", "packed"):
             add(f"l{lmax}-{layout}", lmax, layout)
+    add("no-edges-dense", 2, "dense", 0)
+    add("no-edges-packed", 0, "packed", 0)
     return found
 
 
@@ -63,4 +72,5 @@ def examples() -> list[Example]:
 def arguments() -> Arguments:
     return {
         wigner_d: {"edge_vec": np.ones((2, 3)), "lmax": 1, "packed": True, "out": np.ones((2, 10))},
+        wigner_d_of: {"rotation": np.ones((2, 3)), "lmax": 1, "packed": True},
     }

@@ -79,6 +79,8 @@ def cases() -> list[Case]:
     found.append(_wigner_case("no-edges", 1, edges=0, base=True, way="back"))
     found.append(_wigner_case("no-nodes", 1, nodes=0, edges=0))
     found.append(_wigner_case("no-channels", 1, channels=0))
+    found.append(_wigner_case("no-channels-back", 1, channels=0, way="back"))
+    found.append(_wigner_case("lone-nodes", 1, nodes=40, edges=2, channels=17))
     for way in ("forth", "back"):
         found.append(_wigner_case(f"hub-{way}", 1, nodes=2, edges=70, way=way))
     return found
