@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import itertools
 import subprocess
 import sys
@@ -15,8 +15,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+import contract
 import fusedops
-from fusedops._frame import registry
+from contract import requests, same
+from fusedops._catalogue import Problem as Call
 from fusedops.testing import TOLERANCE, error
 from places import EXACT, HAS_TORCH, SERVE_TENSORS, interpreted, needs_torch, needs_triton
 
@@ -49,6 +51,10 @@ class Problem(NamedTuple):
         if self.cu_seqlens is None:
             return [(b, slice(0, self.x.shape[1])) for b in range(len(self.x))]
         return [(0, slice(*edges)) for edges in itertools.pairwise(self.cu_seqlens.tolist())]
+
+
+#: The op and its leaves.
+(CONVOLUTION,) = (example for example in contract.EXAMPLES if example.name == "conv-packed")
 
 
 class Results(NamedTuple):
@@ -127,25 +133,13 @@ def tensor(array):
 
 def solve(place, p):
     """Return the outputs and the gradients, as arrays."""
-    framework, backend = place
-    options = {**p.options, "output_final_state": True, "backend": backend}
-    if framework == "numpy":
-        outputs, pullback = fusedops.dynamic_conv.vjp(p.x, p.kernels, **options)
-        gradients = pullback(p.cotangent, p.final_cotangent)
-    else:
-        arrays = [a if a is None else tensor(a).requires_grad_() for a in p[:4]]
-        options.update(initial_state=arrays[2], bias=arrays[3])
-        outputs = fusedops.dynamic_conv(*arrays[:2], **options)
-        leaves = [array for array in arrays if array is not None]
-        cotangents = tensor(p.cotangent), tensor(p.final_cotangent)
-        gradients = [g.numpy() for g in torch.autograd.grad(outputs, leaves, cotangents)]
-        outputs = [out.detach().numpy() for out in outputs]
-    gradients = iter(gradients)
-    return Results(*outputs, *[None if array is None else next(gradients) for array in p[:4]])
-
-
-def same(got, want):
-    np.testing.assert_array_equal(got, want, strict=True)
+    arguments = {**p._asdict(), "output_final_state": True}
+    cotangents = arguments.pop("cotangent"), arguments.pop("final_cotangent")
+    given = Call(CONVOLUTION, arguments, cotangents)
+    found = dict(
+        zip(("out", "final_state", *given.leaves), contract.solve(place, given), strict=True)
+    )
+    return Results(**dict.fromkeys(Results._fields) | found)
 
 
 # The sum of roundings of products of about 1 to 10, which may cancel.
@@ -160,43 +154,6 @@ def close(got, want):
 
 def agree(place, got, want):
     (same if place[1] in EXACT else close)(got, want)
-
-
-@needs_torch
-@given_problems(25, lengths=None, dtype="float64")
-def test_the_formula_by_unfolding(quick, p):
-    leaves = [None if array is None else tensor(array).requires_grad_() for array in p[:4]]
-    x, kernels, state, bias = leaves
-    B, T, D = x.shape
-    W = kernels.shape[-1]
-    past = x.new_zeros(B, W, D) if state is None else state.mT
-    inputs = torch.cat([past, x], 1)
-    windows = inputs[:, 1:].unfold(1, W, 1) if T else x.new_zeros(B, 0, D, W)
-    h = (windows * kernels).sum(-1)
-    h = h if bias is None else h + bias
-    out = h if p.activation is None else torch.nn.functional.silu(h)
-    final = inputs[:, T:].mT
-    value = (out * tensor(p.cotangent)).sum() + (final * tensor(p.final_cotangent)).sum()
-    gradients = torch.autograd.grad(value, [a for a in leaves if a is not None])
-    results = [result for result in solve(quick, p) if result is not None]
-    for got, want in zip(results, (out, final, *gradients), strict=True):
-        close(got, want.detach().numpy())
-
-
-@needs_torch
-@pytest.mark.parametrize("W", [1, 2, 4, 7])
-@pytest.mark.parametrize("activation", [None, "silu"])
-def test_static_kernels_are_a_depthwise_convolution(quick, W, activation):
-    p = problem(W=W, T=11, static=True, state=False, activation=activation)
-    x, kernels, bias = (tensor(a).requires_grad_() for a in (p.x, p.kernels, p.bias))
-    padded = torch.nn.functional.pad(x.mT, (W - 1, 0))
-    h = torch.nn.functional.conv1d(padded, kernels[:, None], bias, groups=3).mT
-    out = h if activation is None else torch.nn.functional.silu(h)
-    want = torch.autograd.grad(out, (x, kernels, bias), tensor(p.cotangent))
-    got = solve(quick, p._replace(final_cotangent=np.zeros_like(p.final_cotangent)))
-    close(got.out, out.detach().numpy())
-    for name, gradient in zip(("x", "kernels", "bias"), want, strict=True):
-        close(getattr(got, name), gradient.numpy())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -217,60 +174,28 @@ def test_silu_of_large_numbers(place, dtype):
     np.testing.assert_allclose(got.x[0, 0], sigmoid * (1 + h * rest), **near)
 
 
-@pytest.mark.parametrize("name", ["x", "kernels", "cotangent"])
-@given_problems(30, state=True, bias=True)
-def test_a_bad_number_reaches_nothing_but_its_window(quick, name, p):
-    """It reaches later tokens forward, and earlier ones backward, of its sequence and channel."""
-    spans = [(s, b, t.start, t.stop) for s, (b, t) in enumerate(p.spans) if t.start < t.stop]
-    assume(spans)
-    dynamic = p.kernels.ndim == 4
-    assume(dynamic or name != "kernels")
+@pytest.mark.parametrize("name", ["x", "kernels", "cotangent", "initial_state"])
+@given_problems(20, dtype="float64")
+def test_a_bad_number_reaches_nothing_but_what_depends_on_it(quick, name, p):
+    """Later tokens forward and earlier ones backward; no tap reads the oldest input of a state."""
+    array = getattr(p, name)
+    assume(array is not None and array.size)
     rng = np.random.default_rng(0)
-    s, b, low, high = spans[rng.integers(len(spans))]
-    t, d, W = rng.integers(low, high), rng.integers(p.x.shape[2]), p.kernels.shape[-1]
-    spoilt = getattr(p, name).copy()
-    spoilt[b, t, d] = np.nan
-    got, want = solve(quick, p._replace(**{name: spoilt})), solve(quick, p)
+    index = *(rng.integers(size) for size in array.shape[:-1]), 0
 
-    lost = slice(t, min(t + W, high) if name == "x" else t + 1)
-    bent = p.activation is not None
-    reached = Results(*[np.zeros(array.shape, bool) for array in want])
-    reached.out[b, lost, d] = name != "cotangent"
-    reached.final_state[s, d] = name == "x"
-    reached.x[b, max(low, t - W + 1) : lost.stop, d] = name != "x" or bent
-    reached.kernels[(b, lost, d) if dynamic else d] = name != "kernels" or bent
-    reached.initial_state[s, d] = name != "x" or bent
-    reached.bias[d] = name == "cotangent" or bent
-    for after, before, there in zip(got, want, reached, strict=True):
-        same(after[~there], before[~there])
-    assert np.isnan(got.out[b, lost, d]).all() == (name != "cotangent")
+    def solved(place, number, **changes):
+        other = array.copy()
+        other[index] += number
+        return solve(place, p._replace(**{**changes, name: other}))
 
-
-@given_problems(20, state=True, bias=False, activation=None, dtype="float64")
-def test_linear_in_the_inputs_and_in_the_kernels(quick, p):
-    rng = np.random.default_rng(1)
-    other = p._replace(x=rng.normal(size=p.x.shape), initial_state=-p.initial_state[:, ::-1])
-    both = p._replace(
-        x=3 * p.x - 0.7 * other.x, initial_state=3 * p.initial_state - 0.7 * other.initial_state
-    )
-    one, two, sum_of_both = solve(quick, p), solve(quick, other), solve(quick, both)
-    close(sum_of_both.out, 3 * one.out - 0.7 * two.out)
-    close(sum_of_both.final_state, 3 * one.final_state - 0.7 * two.final_state)
-    close(sum_of_both.kernels, 3 * one.kernels - 0.7 * two.kernels)
-    other = p._replace(kernels=rng.normal(size=p.kernels.shape))
-    both = p._replace(kernels=3 * p.kernels - 0.7 * other.kernels)
-    close(solve(quick, both).out, 3 * one.out - 0.7 * solve(quick, other).out)
-
-
-@given_problems(20, state=True, bias=False, activation=None, dtype="float64")
-def test_the_gradient_is_the_transpose(quick, p):
-    r = solve(quick, p)
-    along, along_final = np.vdot(p.cotangent, r.out), np.vdot(p.final_cotangent, r.final_state)
-    back = np.vdot(r.x, p.x) + np.vdot(r.initial_state, p.initial_state)
-    size = np.linalg.norm(p.cotangent) * np.linalg.norm(r.out)
-    size += np.linalg.norm(p.final_cotangent) * np.linalg.norm(r.final_state)
-    assert abs(along - np.vdot(r.kernels, p.kernels)) <= 1e-14 * size
-    assert abs(along + along_final - back) <= 1e-14 * size
+    # A factor of zero would hide what a number reaches.
+    more = {} if p.initial_state is not None else {"initial_state": p.final_cotangent}
+    formula = (solved(("numpy", "numpy"), number, **more) for number in (0.0, 2.0))
+    results = solved(quick, 0.0), solved(quick, np.nan), *formula
+    for want, got, one, other in zip(*results, strict=True):
+        if want is not None:
+            same(got[one == other], want[one == other])
+            assert name != "x" or np.isnan(got[one != other]).all()
 
 
 def part(p, s):
@@ -303,7 +228,7 @@ def own(p, s, results):
     ]
 
 
-@given_problems(60)
+@given_problems(40)
 def test_every_sequence_is_computed_as_if_alone(quick, p):
     """Sequences may be packed or in a batch; gradients of shared arguments are sums over them."""
     together = solve(quick, p)
@@ -318,63 +243,10 @@ def test_every_sequence_is_computed_as_if_alone(quick, p):
         close(together.bias, sum(r.bias for r in alone))
 
 
-@needs_triton
-def test_packed_sequences_equal_each_alone_when_interpreted():
-    place = ("torch", "triton")
-    p = problem(lengths=[0, 2, 5, 1])
-    together = solve(place, p)
-    for s in range(4):
-        for got, want in zip(own(p, s, together), solve(place, part(p, s)), strict=False):
-            close(got, want)
-
-
-def all_but(kept, array):
-    """Return a copy of an array with NaN in all elements but the kept ones."""
-    if array is None:
-        return None
-    spoilt = np.full_like(array, np.nan)
-    spoilt[kept] = array[kept]
-    return spoilt
-
-
-@given_problems(30)
-def test_nothing_crosses_a_boundary(quick, p):
-    """NaN in all other sequences changes no bit of a sequence's own results."""
-    want = solve(quick, p)
-    for s, tokens in enumerate(p.spans):
-        alone = p._replace(
-            x=all_but(tokens, p.x),
-            kernels=p.kernels if p.kernels.ndim == 2 else all_but(tokens, p.kernels),
-            initial_state=all_but(s, p.initial_state),
-            cotangent=all_but(tokens, p.cotangent),
-            final_cotangent=all_but(s, p.final_cotangent),
-        )
-        for one, other in zip(own(p, s, solve(quick, alone)), own(p, s, want), strict=True):
-            if one is not None:
-                same(one, other)
-
-
-@given_problems(20, state=True)
-def test_no_tap_reads_the_oldest_input_of_a_state(quick, p):
-    state = p.initial_state.copy()
-    state[..., 0] = np.nan
-    got, want = solve(quick, p._replace(initial_state=state)), solve(quick, p)
-    same(got.out, want.out)
-    same(got.x, want.x)
-    same(got.kernels, want.kernels)
-    for s, (_, tokens) in enumerate(p.spans):
-        if tokens.start < tokens.stop:
-            same(got.final_state[s], want.final_state[s])
-            assert not got.initial_state[s, :, 0].any()
-        else:
-            same(got.final_state[s], state[s])
-            same(got.initial_state[s], p.final_cotangent[s])
-
-
-def in_chunks(place, p, edges, arrays=None):
+def in_chunks(place, p, edges):
     """Return the convolution of one chunk after the other, and the last state."""
     framework, backend = place
-    x, kernels, state, bias = arrays or [tensor(a) if framework == "torch" else a for a in p[:4]]
+    x, kernels, state, bias = (tensor(a) if framework == "torch" else a for a in p[:4])
     outs = []
     for low, high in itertools.pairwise(edges):
         out, state = fusedops.dynamic_conv(
@@ -390,45 +262,16 @@ def in_chunks(place, p, edges, arrays=None):
     return outs, state
 
 
-def check_chunks(place, p, edges):
-    want = solve(place, p)
-    outs, state = in_chunks(place, p, edges)
-    agree(place, np.concatenate(outs, 1), want.out)
-    same(np.asarray(state), want.final_state)
-
-
-@pytest.mark.parametrize("state", [False, True])
-@pytest.mark.parametrize(("T", "size"), [(2, 1), (9, 3), (9, 4)])
-def test_prefill_in_chunks(place, T, size, state):
-    p = problem(T=T, state=state)
-    check_chunks(place, p, [0, *range(size, T, size), T])
-
-
-@given_problems(40, lengths=None)
+@given_problems(30, lengths=None)
 def test_prefill_in_chunks_of_any_sizes(quick, p):
     T, W = p.x.shape[1], p.kernels.shape[-1]
     rng = np.random.default_rng(T)
     size = rng.choice([1, 3, W])
-    check_chunks(quick, p, [0, *range(size, T, size), T])
-    check_chunks(quick, p, [0, *sorted(rng.integers(0, T + 1, 4).tolist()), T])
-
-
-@pytest.mark.parametrize("state", [False, True])
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("size", [1, 3, 4])
-def test_gradients_through_chunks(torch_backend, size, static, state):
-    p = problem(static=static, state=state, T=10)
-    arrays = [None if a is None else tensor(a).requires_grad_() for a in p[:4]]
-    place = ("torch", torch_backend)
-    outs, final = in_chunks(place, p, [0, *range(size, 10, size), 10], arrays)
-    gradients = torch.autograd.grad(
-        (torch.cat(outs, 1), final),
-        [a for a in arrays if a is not None],
-        (tensor(p.cotangent), tensor(p.final_cotangent)),
-    )
-    want = [gradient for gradient in solve(place, p)[2:] if gradient is not None]
-    for got, gradient in zip(gradients, want, strict=True):
-        close(got.numpy(), gradient)
+    want = solve(quick, p)
+    for edges in (range(size, T, size), sorted(rng.integers(0, T + 1, 4).tolist())):
+        outs, state = in_chunks(quick, p, [0, *edges, T])
+        agree(quick, np.concatenate(outs, 1), want.out)
+        same(np.asarray(state), want.final_state)
 
 
 def step(place, x, state, kernels, **options):
@@ -439,7 +282,7 @@ def step(place, x, state, kernels, **options):
     return np.asarray(fusedops.dynamic_conv_step(x, state, kernels, backend=place[1], **options))
 
 
-@given_problems(25, lengths=None, state=True)
+@given_problems(15, lengths=None, state=True)
 def test_steps_equal_the_convolution(quick, p):
     T = min(p.x.shape[1], 9)
     p = p._replace(x=p.x[:, :T].copy(), cotangent=p.cotangent[:, :T].copy())
@@ -461,6 +304,7 @@ VIEWS = {
     "slice": lambda cache: cache[1, 1:3, 2:7, 3:7],
     "transpose": lambda cache: cache[1, 1:3, 2:6, 3:8].swapaxes(1, 2),
     "strided": lambda cache: cache[1, ::3, :9:2, 1::2],
+    "backwards": lambda cache: cache[1, 2:0:-1, 6:1:-1, 6:2:-1],
 }
 
 
@@ -468,6 +312,8 @@ VIEWS = {
 @pytest.mark.parametrize("static", [False, True])
 def test_a_state_is_updated_where_it_lies(place, view, static):
     """A state may lie in a cache of many, whose other elements stay."""
+    if view == "backwards" and place[0] == "torch":
+        pytest.skip("tensors have no negative strides")
     view = VIEWS[view]
     p = problem(T=3, D=5, static=static)
     cache, alone = np.full((3, 4, 9, 8), 7.0), p.initial_state.copy()
@@ -483,72 +329,34 @@ def test_a_state_is_updated_where_it_lies(place, view, static):
     assert (cache == 7.0).all()
 
 
-def test_a_state_may_be_stored_backwards(backend):
-    p = problem(T=1)
-    state = p.initial_state.copy()
-    stored = state[::-1, ::-1, ::-1].copy()
-    arguments = {"kernels": p.kernels[:, 0], "backend": backend}
-    view = stored[::-1, ::-1, ::-1]
-    same(
-        fusedops.dynamic_conv_step(p.x, view, **arguments),
-        fusedops.dynamic_conv_step(p.x, state, **arguments),
-    )
-    same(view, state)
-
-
 def test_a_state_of_one_row_may_have_any_stride(backend):
     state = np.ones((3, 4))
     fusedops.dynamic_conv_step(np.full((1, 3), 2.0), state[None], np.ones((3, 4)), backend=backend)
     same(state[:, -1], np.full(3, 2.0))
 
 
-def shifted(x, state, kernels, bias, position):
-    """Return the convolution of a sequence's tokens (T, D), and its state afterwards, in loops."""
-    (count, D), length, width = x.shape, state.shape[1], kernels.shape[-1]
-    place = (lambda p: (position + p) % length) if position is not None else None
-    history = {p: state[:, p if place is None else place(p)] for p in range(-length, 0)}
-    history |= {t: x[t] for t in range(count)}
-    out, after = np.zeros((count, D)), state.copy()
-    for t in range(count):
-        taps = kernels if kernels.ndim == 2 else kernels[t]
-        for w in range(width):
-            out[t] += taps[:, w] * history[t + w - width + 1]
-    for p in range(count - length, count):
-        after[:, (p - count) if place is None else place(p)] = history[p]
-    return out + bias, after
-
-
-@pytest.mark.parametrize("layout", ["tokens first", "channels first"])
 @pytest.mark.parametrize(
     ("count", "length", "circular"),
     [(1, 4, False), (1, 3, False), (3, 7, False), (5, 3, False), (2, 5, True), (6, 4, True)],
 )
-def test_a_step_of_paged_states_equals_loops(place, count, length, circular, layout):
-    """Slots, several tokens and circular buffers do what the loop over one sequence does."""
+def test_a_step_of_paged_states(place, count, length, circular):
+    """Padding may have any position, and no sum of a large one overflows."""
     rng = np.random.default_rng(count)
     B, D, W, N = 4, 8, 4, 7
-    x, state, bias = (
-        rng.normal(size=(B, count, D)),
-        rng.normal(size=(N, D, length)),
-        rng.normal(size=D),
-    )
-    kernels, bias = rng.normal(size=(B, count, D, W)), rng.normal(size=D)
+    x, residual = rng.normal(size=(2, B, count, D))
+    state, bias = rng.normal(size=(N, D, length)), rng.normal(size=D)
+    kernels = rng.normal(size=(B, count, D, W))
     slots = np.array([5, -1, 0, 3], np.int32)
-    # Padding may have any position, and no sum of a large one may overflow.
     positions = np.array([3, -2, 1000, 2**63 - 2]) if circular else None
-    if layout == "channels first":
-        x = x.swapaxes(1, 2).copy().swapaxes(1, 2)
-        state = state.swapaxes(1, 2).copy().swapaxes(1, 2)
-    want, after = np.zeros(x.shape), state.copy()
-    for b, slot in enumerate(slots):
-        if slot >= 0:
-            position = None if positions is None else int(positions[b])
-            want[b], after[slot] = shifted(x[b], state[slot], kernels[b], bias, position)
-    options = {"bias": bias, "slots": slots, "positions": positions}
+    if count % 2:
+        x, state = channels_first(x), channels_first(state)
+    options = {"bias": bias, "residual": residual, "slots": slots}
+    after = state.copy()
+    turned = None if positions is None else positions % length
+    want = step(("numpy", "numpy"), x, after, kernels, **options, positions=turned)
     kept = tensor(state) if place[0] == "torch" else state
-    out = step(place, x, kept, kernels, **options)
-    close(out, want)
-    same(np.asarray(kept), after)
+    close(step(place, x, kept, kernels, **options, positions=positions), want)
+    same(state, after)
 
 
 def test_the_activation_of_a_sum_beyond_the_largest_float_has_its_limit(place):
@@ -622,7 +430,7 @@ def test_a_step_fills_out(place):
 
 
 @needs_triton
-@pytest.mark.parametrize("lengths", [(5, 0, 130, 64, 0), (1,), (0, 0), (63, 65)], ids=str)
+@pytest.mark.parametrize("lengths", [(5, 0, 66, 64, 0), (0, 0)], ids=str)
 def test_boundaries_that_the_host_never_reads(lengths):
     """The list of chunks has as many as there can be; the others do nothing in Triton's kernels."""
     p = problem(D=2, lengths=lengths)
@@ -650,7 +458,7 @@ def channels_first(array):
     return array.swapaxes(1, 2).copy().swapaxes(1, 2)
 
 
-@pytest.mark.interpreted_slow(dtype="float64")
+@pytest.mark.interpreted_slow(dtype="float64", T=(40, 96))
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize(
     ("T", "D", "W", "lengths"),
@@ -667,9 +475,10 @@ def test_channels_may_come_before_tokens(place, T, D, W, lengths, dtype):
             agree(place, got, value)
 
 
+@pytest.mark.interpreted_slow(T=(20, 73))
 @pytest.mark.parametrize(
     ("T", "D", "lengths"),
-    [(72, 32, None), (70, 5, None), (73, 8, (3, 0, 70))],
+    [(72, 32, None), (20, 5, None), (73, 8, (3, 0, 70))],
     ids=["squares", "edges", "packed"],
 )
 @pytest.mark.parametrize("layout", [np.copy, channels_first], ids=["BTD", "BDT"])
@@ -689,35 +498,6 @@ def test_a_residual_is_added_after_the_activation(place, T, D, lengths, layout):
 
 
 @needs_torch
-def test_the_cotangent_of_a_residual_is_that_of_the_result(torch_backend):
-    """Also in later passes, which repeat the first one's call, and where nothing else is asked."""
-    p = problem()
-    x, kernels = (tensor(array).requires_grad_() for array in (p.x, p.kernels))
-    options = {"activation": "silu", "backend": torch_backend}
-    for seed in range(3):
-        residual = torch.randn(x.shape, dtype=torch.float32, requires_grad=True)
-        cotangent = tensor(np.random.default_rng(seed).normal(size=p.x.shape))
-        out = fusedops.dynamic_conv(x, kernels, residual=residual, **options)
-        *found, dresidual = torch.autograd.grad(out, (x, kernels, residual), cotangent)
-        plain = fusedops.dynamic_conv(x, kernels, **options)
-        want = torch.autograd.grad(plain, (x, kernels), cotangent)
-        assert all(map(torch.equal, (*found, dresidual), (*want, cotangent.float())))
-        arrays = x.detach(), kernels.detach()
-        alone = fusedops.dynamic_conv(*arrays, residual=residual, **options)
-        (dresidual,) = torch.autograd.grad(alone, residual, cotangent, create_graph=True)
-        assert torch.equal(dresidual, cotangent.float())
-
-
-def test_a_final_state_alone_leaves_a_residual_no_cotangent_but_zeros(backend):
-    p = problem()
-    out, pullback = fusedops.dynamic_conv.vjp(
-        p.x, p.kernels, residual=p.x, output_final_state=True, backend=backend
-    )
-    *_, dresidual = pullback(None, np.ones_like(out[1]))
-    assert np.array_equal(dresidual, np.zeros_like(p.x))
-
-
-@needs_torch
 def test_no_gradient_keeps_a_residual():
     x, kernels = torch.ones(1, 4, 2, requires_grad=True), torch.ones(2, 3)
     residual = torch.ones(1, 4, 2)
@@ -726,71 +506,6 @@ def test_no_gradient_keeps_a_residual():
     del residual
     assert gone() is None
     out.sum().backward()
-
-
-def test_a_residual_of_a_step(place):
-    """Padding has none; a residual of another number of tokens is refused."""
-    framework, backend = place
-    rng = np.random.default_rng(0)
-    x, residual, state = (rng.normal(size=shape) for shape in ((3, 2, 4), (3, 2, 4), (5, 4, 3)))
-    slots = np.array([4, -1, 0])
-    of = np.copy if framework == "numpy" else lambda array: tensor(array.copy())
-    x, residual, kernels, slots, own, other = map(
-        of, (x, residual, rng.normal(size=(4, 3)), slots, state, state)
-    )
-    given = {"slots": slots, "activation": "silu", "backend": backend}
-    message = r"residual has shape \(3, 4\); it should be \(3, 2, 4\)"
-    with pytest.raises(ValueError, match=message):
-        fusedops.dynamic_conv_step(x, own, kernels, residual=residual[:, 0], **given)
-    same(np.asarray(own), state)
-    out = fusedops.dynamic_conv_step(x, own, kernels, residual=residual, **given)
-    want = np.asarray(fusedops.dynamic_conv_step(x, other, kernels, **given))
-    same(np.asarray(own), np.asarray(other))
-    close(np.asarray(out), want + np.asarray(residual) * (np.asarray(slots) >= 0)[:, None, None])
-
-
-@pytest.mark.parametrize("activation", [None, "silu"])
-def test_broadcast_arrays(backend, activation):
-    """Kernels are shared by tokens, rows by a batch, and a cotangent of ones is expanded."""
-    p = problem(T=70, static=True, activation=activation)
-    spread = p._replace(
-        x=np.broadcast_to(p.x[:1], p.x.shape),
-        kernels=np.broadcast_to(p.kernels, (*p.x.shape, 4)),
-        initial_state=np.broadcast_to(p.initial_state[:1], p.initial_state.shape),
-        bias=np.broadcast_to(p.bias[:1], p.bias.shape),
-        cotangent=np.broadcast_to(1.0, p.x.shape),
-        final_cotangent=np.broadcast_to(1.0, p.initial_state.shape),
-    )
-    place = ("numpy", backend)
-    copies = Problem(*(a.copy() for a in spread[:6]), None, activation)
-    for got, want in zip(solve(place, spread), solve(place, copies), strict=True):
-        agree(place, got, want)
-    agree(place, solve(place, spread).out, solve(place, copies._replace(kernels=p.kernels)).out)
-
-
-@needs_torch
-def test_heads_of_a_projection(torch_backend):
-    """Tokens and kernels are slices and views of one product, as in a model."""
-    B, T, D, W = 2, 9, 3, 4
-    generator = torch.Generator().manual_seed(0)
-    wide = torch.randn(B, T, D * (W + 2), generator=generator, dtype=torch.float64)
-    wide.requires_grad_()
-    x, kernels = wide[..., D : 2 * D], wide[..., 2 * D :].unflatten(-1, (D, W))
-    channels_first = x.detach().mT.contiguous().mT
-    options = {"activation": "silu", "backend": torch_backend}
-    out = fusedops.dynamic_conv(x, kernels, **options)
-    (gradient,) = torch.autograd.grad(out.square().sum(), wide)
-    copies = [a.detach().clone(memory_format=torch.contiguous_format) for a in (x, kernels)]
-    for array in copies:
-        array.requires_grad_()
-    want = fusedops.dynamic_conv(*copies, **options)
-    dx, dkernels = torch.autograd.grad(want.square().sum(), copies)
-    agree((None, torch_backend), out.detach().numpy(), want.detach().numpy())
-    agree((None, torch_backend), gradient[..., D : 2 * D].numpy(), dx.numpy())
-    agree((None, torch_backend), gradient[..., 2 * D :].numpy(), dkernels.flatten(2).numpy())
-    assert not gradient[..., :D].any()
-    out = fusedops.dynamic_conv(channels_first, copies[1].detach(), **options)
-    agree((None, torch_backend), out.numpy(), want.detach().numpy())
 
 
 DTYPES = [
@@ -817,63 +532,6 @@ def test_the_result_has_the_dtype_of_x(quick, dtypes):
         assert error(value, reference) <= TOLERANCE["float32"]
 
 
-SIXTEEN = ["bfloat16", "float16"]
-MIXED = [
-    ("bfloat16", "float32", None, None),
-    ("float32", "bfloat16", None, None),
-    ("bfloat16", "bfloat16", "float32", None),
-    ("bfloat16", "bfloat16", None, "float32"),
-    ("bfloat16", "float16", None, None),
-    ("float16", "float16", "float16", "float64"),
-]
-
-
-def tensors_of(p, dtypes):
-    return [
-        None if dtype is None else tensor(a).to(getattr(torch, dtype)).requires_grad_()
-        for a, dtype in zip(p[:4], dtypes, strict=True)
-    ]
-
-
-@needs_torch
-@pytest.mark.parametrize("dtypes", MIXED, ids=lambda d: "-".join(map(str, d)))
-def test_the_result_has_the_dtype_of_the_tensor_x(torch_backend, dtypes):
-    """Every gradient has its tensor's dtype; x and the old state promote to the new state's."""
-    tensors = tensors_of(problem(), dtypes)
-    x, kernels, state, bias = tensors
-    out, final = fusedops.dynamic_conv(
-        x, kernels, initial_state=state, bias=bias, output_final_state=True, backend=torch_backend
-    )
-    present = [a for a in tensors if a is not None]
-    assert out.dtype == x.dtype
-    assert final.dtype == (x.dtype if state is None else torch.promote_types(x.dtype, state.dtype))
-    gradients = torch.autograd.grad(out.sum() + final.sum(), present)
-    assert [g.dtype for g in gradients] == [a.dtype for a in present]
-    assert all(g.isfinite().all() for g in gradients)
-
-
-@needs_torch
-@pytest.mark.parametrize("dtype", SIXTEEN)
-@pytest.mark.parametrize("activation", [None, "silu"])
-def test_sixteen_bits_are_float32_rounded_once(torch_backend, activation, dtype):
-    """Both values and gradients are rounded once."""
-    dtype = getattr(torch, dtype)
-    p = problem(T=70, D=5)
-    narrow = [tensor(array).to(dtype) for array in p[:6]]
-    results = []
-    for arrays in (narrow, [array.float() for array in narrow]):
-        leaves = [array.requires_grad_() for array in arrays[:4]]
-        x, kernels, state, bias = leaves
-        options = {"initial_state": state, "bias": bias, "output_final_state": True}
-        options.update(activation=activation, backend=torch_backend)
-        outputs = fusedops.dynamic_conv(x, kernels, **options)
-        gradients = torch.autograd.grad(outputs, leaves, arrays[4:])
-        results.append([a.detach() for a in (*outputs, *gradients)])
-    for got, want in zip(*results, strict=True):
-        assert got.dtype == dtype
-        assert torch.equal(got, want.to(dtype))
-
-
 @needs_torch
 def test_every_bfloat16_is_rounded_to_even(torch_backend):
     """Multiply all bfloat16 numbers by taps that put a fourth of the products halfway."""
@@ -886,37 +544,6 @@ def test_every_bfloat16_is_rounded_to_even(torch_backend):
             got = fusedops.dynamic_conv(x, kernels, backend=torch_backend)
         want = (x.float() * kernels[:, 0].float()).bfloat16()
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
-
-
-@needs_torch
-@pytest.mark.parametrize("dtype", SIXTEEN)
-def test_steps_of_sixteen_bits(torch_backend, dtype):
-    p = problem(T=5)
-    x, kernels, state, bias = (tensor(a).to(getattr(torch, dtype)) for a in p[:4])
-    options = {"bias": bias, "activation": "silu", "backend": torch_backend}
-    want, final = fusedops.dynamic_conv(
-        x, kernels, initial_state=state, output_final_state=True, **options
-    )
-    for t in range(5):
-        out = fusedops.dynamic_conv_step(x[:, t], state, kernels[:, t], **options)
-        assert torch.equal(out, want[:, t])
-    assert torch.equal(state, final)
-
-
-X, KERNELS = np.ones((2, 5, 3)), np.ones((2, 5, 3, 4))
-
-
-def frozen(array):
-    array.flags.writeable = False
-    return array
-
-
-def test_out_shares_no_memory_with_the_state():
-    state = np.ones((2, 3, 4))
-    out = state.reshape(-1)[6:12].reshape(2, 3)
-    with pytest.raises(ValueError, match="dynamic_conv_step: out shares memory with state"):
-        fusedops.dynamic_conv_step(X[:, 0], state, KERNELS[:, 0], out=out)
-    assert (state == 1).all()
 
 
 @needs_torch
@@ -933,177 +560,83 @@ def test_autograd_notices_what_is_written_in_place(backend, written):
         loss.backward()
 
 
-TOKENS = np.ones((1, 10, 3))
-PACKED = {"x": TOKENS, "kernels": np.ones((1, 10, 3, 4))}
+SHAPES = {"x": (2, 5, 3), "kernels": (2, 5, 3, 4)}
+PACKED = {"x": (1, 10, 3), "kernels": (1, 10, 3, 4)}
 BAD = {
-    "x of rank 2": ({"x": X[0]}, ValueError, r"x has shape \(5, 3\); it should be \(B, T, D\)"),
-    "x of rank 4": ({"x": X[None]}, ValueError, r"x has shape \(1, 2, 5, 3\)"),
-    "kernels of rank 1": ({"kernels": KERNELS[0, 0, 0]}, ValueError, r"kernels has shape \(4,\)"),
     "kernels of rank 3": (
-        {"kernels": KERNELS[0]},
-        ValueError,
+        {**SHAPES, "kernels": (5, 3, 4)},
         r"kernels has shape \(5, 3, 4\); it should be \(3, W\) or \(2, 5, 3, W\)",
     ),
-    "kernels of another B": ({"kernels": KERNELS[:1]}, ValueError, r"should be \(2, 5, 3, W\)"),
-    "kernels of another T": ({"kernels": KERNELS[:, :4]}, ValueError, r"shape \(2, 4, 3, 4\)"),
-    "kernels of another D": ({"kernels": KERNELS[:, :, 1:]}, ValueError, r"shape \(2, 5, 2, 4\)"),
-    "static of another D": (
-        {"kernels": np.ones((4, 3))},
-        ValueError,
-        r"kernels has shape \(4, 3\); it should be \(3, W\)",
-    ),
-    "no taps": ({"kernels": KERNELS[..., :0]}, ValueError, r"it should be \(2, 5, 3, W\), W > 0"),
-    "no static taps": ({"kernels": np.ones((3, 0))}, ValueError, r"kernels has shape \(3, 0\)"),
-    "bias of another D": ({"bias": np.ones(4)}, ValueError, r"bias has shape \(4,\); it .* \(3,\)"),
-    "bias of rank 2": ({"bias": np.ones((1, 3))}, ValueError, r"bias has shape \(1, 3\)"),
-    "bias a number": ({"bias": 1.0}, ValueError, r"bias has shape \(\)"),
-    "state of another B": (
-        {"initial_state": np.ones((3, 3, 4))},
-        ValueError,
-        r"initial_state has shape \(3, 3, 4\); it should be \(2, 3, 4\)",
-    ),
-    "state of another W": ({"initial_state": np.ones((2, 3, 3))}, ValueError, "initial_state has"),
-    "state transposed": ({"initial_state": np.ones((2, 4, 3))}, ValueError, "initial_state has"),
+    "no taps": ({**SHAPES, "kernels": (3, 0)}, r"kernels has shape \(3, 0\); .*, W > 0"),
+    "state transposed": ({**SHAPES, "initial_state": (2, 4, 3)}, "initial_state has shape"),
     "state of the batch": (
-        {**PACKED, "cu_seqlens": [0, 5, 10], "initial_state": np.ones((1, 3, 4))},
-        ValueError,
+        {**PACKED, "cu_seqlens": [0, 5, 10], "initial_state": (1, 3, 4)},
         r"initial_state has shape \(1, 3, 4\); it should be \(2, 3, 4\)",
     ),
-    "starts late": ({**PACKED, "cu_seqlens": [1, 10]}, ValueError, r"cu_seqlens\[0\] is 1; it sho"),
-    "starts below": ({**PACKED, "cu_seqlens": [-1, 10]}, ValueError, r"cu_seqlens\[0\] is -1"),
-    "ends early": ({**PACKED, "cu_seqlens": [0, 9]}, ValueError, "ends at 9; it should end at 10"),
-    "ends late": ({**PACKED, "cu_seqlens": [0, 11]}, ValueError, "ends at 11; it should end at 10"),
-    "no sequence": ({**PACKED, "cu_seqlens": [0]}, ValueError, "cu_seqlens ends at 0"),
+    "starts late": ({**PACKED, "cu_seqlens": [1, 10]}, r"cu_seqlens\[0\] is 1; it should be 0"),
+    "starts below": ({**PACKED, "cu_seqlens": [-1, 10]}, r"cu_seqlens\[0\] is -1"),
+    "ends early": ({**PACKED, "cu_seqlens": [0, 9]}, "ends at 9; it should end at 10"),
+    "ends late": ({**PACKED, "cu_seqlens": [0, 11]}, "ends at 11; it should end at 10"),
+    "no sequence": ({**PACKED, "cu_seqlens": [0]}, "cu_seqlens ends at 0"),
     "decreasing": (
         {**PACKED, "cu_seqlens": [0, 4, 3, 2, 10]},
-        ValueError,
         r"cu_seqlens\[2\] is 3; it should be at least 4, the one before",
     ),
-    "float": ({**PACKED, "cu_seqlens": [0.0, 10.0]}, TypeError, "cu_seqlens has dtype float64"),
-    "bool": ({**PACKED, "cu_seqlens": [False, True]}, TypeError, "cu_seqlens has dtype bool"),
-    "lengths": ({**PACKED, "cu_seqlens": 10}, ValueError, r"cu_seqlens has shape \(\)"),
-    "rank 2": ({**PACKED, "cu_seqlens": [[0, 10]]}, ValueError, r"cu_seqlens has shape \(1, 2\)"),
-    "empty": ({**PACKED, "cu_seqlens": np.array([], int)}, ValueError, r"cu_seqlens has .*\(0,\)"),
+    "far too long": ({**PACKED, "cu_seqlens": [0, 2**62]}, "it should end at 10"),
     "a batch packed": (
-        {"cu_seqlens": [0, 5]},
-        ValueError,
+        {**SHAPES, "cu_seqlens": [0, 5]},
         r"x has shape \(2, 5, 3\); with cu_seqlens it should be \(1, T, D\)",
     ),
-    "activation": ({"activation": "gelu"}, ValueError, "activation is 'gelu'; it should be one of"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_names_the_argument(name):
-    changes, kind, message = BAD[name]
-    arguments = {"x": X, "kernels": KERNELS, **changes}
-    before = copy.deepcopy(arguments)
-    for function in (
-        fusedops.dynamic_conv, fusedops.dynamic_conv.vjp, fusedops.dynamic_conv.explain,
-    ):  # fmt: skip
-        with pytest.raises(kind, match=message):
-            function(**arguments)
-    for argument, value in before.items():
-        np.testing.assert_array_equal(arguments[argument], value)
+def test_shapes_and_boundaries_that_do_not_fit_are_named(name):
+    given, message = BAD[name]
+    arrays = {n: v if n == "cu_seqlens" else np.ones(v) for n, v in given.items()}
+    kinds = [arrays]
+    if HAS_TORCH:
+        kinds.append({n: torch.tensor(v) for n, v in arrays.items()})
+    for kind in kinds:
+        with pytest.raises(ValueError, match=message):
+            fusedops.dynamic_conv(**kind)
 
 
-STATE = np.ones((2, 3, 4))
+STATE, READ_ONLY = np.ones((2, 3, 4)), np.frombuffer(np.ones(24)).reshape(2, 3, 4)
+READ_ONLY.flags.writeable = False
 BAD_STEP = {
-    "x of rank 1": ({"x": np.ones(3)}, ValueError, r"x has shape \(3,\); it should be \(B, D\) or"),
-    "x of integers": ({"x": np.ones((2, 3), int)}, TypeError, "x has dtype int64"),
-    "x wider": (
-        {"state": np.ones((2, 3, 4), "f4")},
-        TypeError,
-        "state has dtype float32; it shoul",
-    ),
-    "kernels of rank 4": ({"kernels": KERNELS}, ValueError, r"kernels has shape \(2, 5, 3, 4\)"),
-    "kernels of another B": ({"kernels": np.ones((1, 3, 4))}, ValueError, "kernels has shape"),
-    "a state too short": (
-        {"kernels": np.ones((3, 6))},
-        ValueError,
-        "state has 4 inputs of a sequence; it should have at least 5, one fewer than kernels have",
-    ),
-    "float slots": ({"slots": np.ones(2)}, TypeError, "slots has dtype float64; it should be int"),
-    "slots of another B": (
-        {"slots": np.array([0])},
-        ValueError,
-        r"slots has shape \(1,\); it should",
-    ),
-    "a slot too many": (
-        {"slots": np.array([0, 2])},
-        ValueError,
-        "slots has 2; it should be below 2",
-    ),
-    "a slot twice": ({"slots": np.array([1, 1])}, ValueError, "slots has 1 twice; every sequence"),
-    "float positions": ({"positions": np.ones(2)}, TypeError, "positions has dtype float64; it sh"),
-    "a negative position": (
-        {"positions": np.array([3, -2])},
-        ValueError,
-        "positions has -2; it should be at least 0, the number of tokens before",
-    ),
-    "no room for positions": (
-        {"state": np.ones((2, 3, 0)), "kernels": np.ones((3, 1)), "positions": np.array([0, 1])},
-        ValueError,
-        "positions is given; state should then have inputs",
-    ),
-    "no taps": ({"kernels": np.ones((3, 0))}, ValueError, "it should be .*, W > 0"),
-    "bias": ({"bias": np.ones(2)}, ValueError, r"bias has shape \(2,\); it should be \(3,\)"),
-    "state of another B": ({"state": np.ones((1, 3, 4))}, ValueError, "state has shape"),
-    "state a list": ({"state": np.ones((2, 3, 4)).tolist()}, TypeError, "state is a list; it sho"),
-    "no state": ({"state": None}, TypeError, "state is None; it should be an array"),
-    "state of integers": ({"state": np.ones((2, 3, 4), int)}, TypeError, "state has dtype int64"),
-    "state frozen": ({"state": frozen(np.ones((2, 3, 4)))}, ValueError, "state is read-only"),
-    "state expanded": (
-        {"state": np.lib.stride_tricks.as_strided(np.ones(4), (2, 3, 4), (0, 0, 8))},
-        ValueError,
-        "state overlaps itself; it should have memory for every element",
-    ),
-    "x of the state": (
-        {"x": STATE[..., 0], "state": STATE},
-        ValueError,
-        "x shares memory with state; it should not",
-    ),
-    "kernels of the state": ({"kernels": STATE, "state": STATE}, ValueError, "kernels shares mem"),
-    "out": ({"out": np.empty((2, 1, 3))}, ValueError, r"out has shape \(2, 1, 3\); it should be"),
-    "activation": ({"activation": "relu"}, ValueError, "activation is 'relu'; it should be one of"),
-    "backend": ({"backend": "cuda"}, ValueError, "backend is 'cuda'; it should be one of triton"),
-    "triton": ({"backend": "triton"}, fusedops.BackendUnavailable, "it takes torch tensors"),
+    "x has shape .3,.; it should be .B, D. or": {"x": np.ones(3)},
+    "state has dtype float32; it should hold float64": {"state": np.ones((2, 3, 4), "f4")},
+    "kernels has shape .*2, 5, 3, 4": {"kernels": np.ones((2, 5, 3, 4))},
+    "state has 4 inputs of a sequence; it should have at least 5": {"kernels": np.ones((3, 6))},
+    "slots has dtype float64; it should be int": {"slots": np.ones(2)},
+    "slots has shape .1,.; it should": {"slots": np.array([0])},
+    "slots has 2; it should be below 2": {"slots": np.array([0, 2])},
+    "slots has 1 twice; every sequence": {"slots": np.array([1, 1])},
+    "positions has dtype float64; it should": {"positions": np.ones(2)},
+    "positions has -2; it should be at least 0": {"positions": np.array([3, -2])},
+    "positions is given; state should then have inputs": {
+        "state": np.ones((2, 3, 0)),
+        "kernels": np.ones((3, 1)),
+        "positions": np.array([0, 1]),
+    },
+    "kernels has shape .3, 0.; it should be .*, W > 0": {"kernels": np.ones((3, 0))},
+    "bias has shape .2,.; it should be .3,.": {"bias": np.ones(2)},
+    "residual has shape .2, 1, 3.; it should be .2, 3.": {"residual": np.ones((2, 1, 3))},
+    "state has shape": {"state": np.ones((1, 3, 4))},
+    "state is read-only": {"state": READ_ONLY},
+    "x shares memory with state; it should not": {"x": STATE[..., 0], "state": STATE},
+    "out has shape .2, 1, 3.; it should be": {"out": np.empty((2, 1, 3))},
 }
 
 
-@pytest.mark.parametrize("name", BAD_STEP)
-def test_bad_input_leaves_the_state_as_it_was(name):
-    changes, kind, message = BAD_STEP[name]
-    arguments = {"x": np.full((2, 3), 2.0), "state": np.ones((2, 3, 4)), "kernels": np.ones((3, 4))}
-    arguments.update(changes)
-    before = copy.deepcopy(arguments["state"])
-    with pytest.raises(kind, match=message):
-        fusedops.dynamic_conv_step(**arguments)
-    np.testing.assert_array_equal(arguments["state"], before)
-
-
-BAD_SEQUENCES = {
-    "floats": ([0.0, 5], TypeError, "cu_seqlens has dtype float32; it should be int32 or int64"),
-    "decreasing": ([0, 6, 5], ValueError, r"cu_seqlens\[2\] is 5; it should be at least 6"),
-}
-
-
-@needs_torch
-@pytest.mark.parametrize("name", BAD_SEQUENCES)
-def test_bad_tensors_of_sequences_are_named(name):
-    cu_seqlens, kind, message = BAD_SEQUENCES[name]
-    with pytest.raises(kind, match=message):
-        fusedops.dynamic_conv(
-            torch.ones(1, 5, 3), torch.ones(3, 4), cu_seqlens=torch.tensor(cu_seqlens)
-        )
-
-
-@needs_torch
-@pytest.mark.parametrize("kind", ["bfloat16", "meta"])
-def test_sequences_that_cannot_be_read_name_the_argument(kind):
-    cu_seqlens = torch.tensor([0, 5]).to(torch.bfloat16 if kind == "bfloat16" else kind)
-    with pytest.raises((TypeError, ValueError), match="cu_seqlens"):
-        fusedops.dynamic_conv(torch.ones(1, 5, 3), torch.ones(3, 4), cu_seqlens=cu_seqlens)
+@pytest.mark.parametrize("message", BAD_STEP)
+def test_bad_input_leaves_the_state_as_it_was(message):
+    given = {"x": np.full((2, 3), 2.0), "state": np.ones((2, 3, 4)), "kernels": np.ones((3, 4))}
+    given |= BAD_STEP[message]
+    with pytest.raises((TypeError, ValueError), match=f"dynamic_conv_step: {message}"):
+        fusedops.dynamic_conv_step(**given)
+    assert (given["state"] == 1).all()
 
 
 @needs_torch
@@ -1124,6 +657,11 @@ def test_bad_states_of_tensors():
         fusedops.dynamic_conv_step(x.bfloat16(), whole.half(), kernels)
 
 
+def test_a_step_has_no_vjp():
+    with pytest.raises(TypeError, match="dynamic_conv_step has no gradient: it updates state"):
+        fusedops.dynamic_conv_step.vjp(np.ones((1, 2)), np.ones((1, 2, 3)), np.ones((2, 3)))
+
+
 @needs_torch
 @pytest.mark.parametrize("name", ["x", "state", "kernels", "bias"])
 def test_a_step_has_no_gradient(torch_backend, name):
@@ -1139,80 +677,33 @@ def test_a_step_has_no_gradient(torch_backend, name):
     assert not out.requires_grad
 
 
-def leaves_of(p):
-    return [tensor(array).requires_grad_() for array in p[:4]]
-
-
-def of_leaves(p, backend=None):
-    """Return the convolution as a function of x, kernels, initial state and bias."""
-
-    def function(x, kernels, state, bias):
-        options = {"cu_seqlens": p.cu_seqlens, "activation": p.activation, "backend": backend}
-        return fusedops.dynamic_conv(
-            x, kernels, initial_state=state, bias=bias, output_final_state=True, **options
-        )
-
-    return function
-
-
-@needs_torch
-def test_a_loss_of_the_final_state_alone(torch_backend):
-    p = problem(T=3, W=5)
-    leaves = leaves_of(p)
-    _, final = of_leaves(p, torch_backend)(*leaves)
-    (final * tensor(p.final_cotangent)).sum().backward()
-    x, kernels, state, bias = (leaf.grad for leaf in leaves)
-    same(x.numpy(), p.final_cotangent[..., 2:].swapaxes(1, 2))
-    same(state[..., 3:].numpy(), p.final_cotangent[..., :2])
-    assert not state[..., :3].any()
-    assert not kernels.any()
-    assert not bias.any()
-
-
-def compiled(function):
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    return torch.compile(function, fullgraph=True, backend=counter, dynamic=True), counter
-
-
 @needs_torch
 @pytest.mark.parametrize("fill", [False, True])
-def test_a_compiled_step_updates_the_state(fill):
+def test_a_compiled_step_updates_the_state(fill, monkeypatch):
+    """It asks for its backend when it runs."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     def function(x, state, kernels, bias, out):
         options = {"bias": bias, "activation": "silu", "out": out}
         return 2 * fusedops.dynamic_conv_step(x, state, kernels, **options)
 
-    fast, counter = compiled(function)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    fast = torch.compile(function, fullgraph=True, backend=counter, dynamic=True)
     p = problem(T=4)
     x, kernels, state, bias = (tensor(a) for a in p[:4])
     other = state.clone()
     outs = [torch.empty(2, 3, dtype=x.dtype) if fill else None for _ in range(2)]
     for t in range(4):
         want = function(x[:, t], other, kernels[:, t], bias, outs[0])
-        got = fast(x[:, t], state, kernels[:, t], bias, outs[1])
+        forced = contextlib.nullcontext() if t < 3 else fusedops.use_backend("numpy")
+        with requests(monkeypatch) as asked, forced:
+            got = fast(x[:, t], state, kernels[:, t], bias, outs[1])
+        assert [backend for _, backend in asked] == [None if t < 3 else "numpy"]
         torch.testing.assert_close(got, want)
-        assert torch.equal(state, other)
+        torch.testing.assert_close(state, other)
     if fill:
-        assert torch.equal(*outs)
-    assert counter.frame_count == 1
-
-
-@needs_torch
-@pytest.mark.usefixtures("fresh_plans")
-def test_a_compiled_step_asks_for_its_backend_when_it_runs():
-    fast, counter = compiled(fusedops.dynamic_conv_step)
-    p = problem(T=1)
-    x, kernels, state = (tensor(a) for a in p[:3])
-    asked = []
-    genuine = registry.choose
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "choose", lambda r: asked.append(r.forced) or genuine(r))
-        fast(x[:, 0], state, kernels[:, 0])
-        with fusedops.use_backend("numpy"):
-            fast(x[:, 0], state, kernels[:, 0])
-    assert asked == [None, "numpy"]
+        torch.testing.assert_close(*outs)
     assert counter.frame_count == 1
 
 
@@ -1226,13 +717,7 @@ def test_the_first_call_of_all_may_be_compiled():
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, capture_output=True)
 
 
-def test_a_step_has_no_vjp():
-    with pytest.raises(TypeError, match="dynamic_conv_step has no gradient: it updates state"):
-        fusedops.dynamic_conv_step.vjp(X[:, 0], np.ones((2, 3, 4)), KERNELS[:, 0])
-
-
-@pytest.mark.parametrize("backend", EXACT)
-def test_the_number_of_threads_changes_no_step(backend, several_threads):
+def test_the_number_of_threads_changes_no_step(exact, several_threads):
     p = problem(B=40, T=1, D=40)
     results = []
     try:
@@ -1241,7 +726,7 @@ def test_the_number_of_threads_changes_no_step(backend, several_threads):
             several_threads.clear()
             state = p.initial_state.copy()
             options = {"bias": p.bias, "activation": "silu"}
-            results.append((step((None, backend), p.x, state, p.kernels[:, 0], **options), state))
+            results.append((step((None, exact), p.x, state, p.kernels[:, 0], **options), state))
             assert set(several_threads) == {threads}
     finally:
         fusedops.set_num_threads(None)
@@ -1250,47 +735,28 @@ def test_the_number_of_threads_changes_no_step(backend, several_threads):
         same(state, results[0][1])
 
 
-def test_sequences_say_what_they_hold():
-    sequences = fusedops.Sequences(np.array([0, 3, 3, 10], np.int32))
-    assert (sequences.num_sequences, sequences.num_tokens) == (3, 10)
-    assert sequences.device == "cpu"
-    assert (fusedops.Sequences([0]).num_sequences, fusedops.Sequences([0]).num_tokens) == (0, 0)
+KINDS = [list, tuple, np.int32, np.int64, *([torch.int32, torch.int64] if HAS_TORCH else [])]
 
 
-def test_sequences_are_a_copy():
-    p = problem(lengths=[3, 0, 7])
-    starts = p.cu_seqlens.copy()
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_sequences_are_a_copy_of_any_kind_of_cu_seqlens(kind):
+    starts = kind([0, 3, 3, 10]) if kind in (list, tuple) else np.array([0, 3, 3, 10])
+    if kind not in (list, tuple):
+        starts = starts.astype(kind) if kind in (np.int32, np.int64) else tensor(starts).to(kind)
     sequences = fusedops.Sequences(starts)
-    want = fusedops.dynamic_conv(p.x, p.kernels, cu_seqlens=starts)
-    starts[1:3] = 8
-    same(fusedops.dynamic_conv(p.x, p.kernels, cu_seqlens=sequences), want)
-    assert (fusedops.dynamic_conv(p.x, p.kernels, cu_seqlens=starts) != want).any()
-
-
-@pytest.mark.parametrize("kind", [list, tuple, np.int32, np.int64, fusedops.Sequences])
-def test_every_kind_of_cu_seqlens(kind):
+    assert (sequences.num_sequences, sequences.num_tokens, sequences.device) == (3, 10, "cpu")
     p = problem(lengths=[3, 0, 7])
-    want = fusedops.dynamic_conv(p.x, p.kernels, cu_seqlens=p.cu_seqlens)
-    starts = np.array([0, 3, 3, 10], kind) if kind in (np.int32, np.int64) else kind([0, 3, 3, 10])
-    same(fusedops.dynamic_conv(p.x, p.kernels, cu_seqlens=starts), want)
-
-
-@needs_torch
-def test_a_tensor_of_sequences_is_read_anew():
-    p = problem(lengths=[3, 0, 7])
-    x, kernels, starts = tensor(p.x), tensor(p.kernels), tensor(p.cu_seqlens).int()
-    sequences = fusedops.Sequences(starts)
-    before = fusedops.dynamic_conv(x, kernels, cu_seqlens=starts)
-    starts[1:3] = 8
-    after = fusedops.dynamic_conv(x, kernels, cu_seqlens=starts)
-    moved = problem(lengths=[8, 0, 2])
-    assert torch.equal(after, fusedops.dynamic_conv(x, kernels, cu_seqlens=moved.cu_seqlens))
-    assert torch.equal(before, fusedops.dynamic_conv(x, kernels, cu_seqlens=sequences))
-    assert not torch.equal(before, after)
+    x, kernels = p[:2] if isinstance(starts, (list, tuple, np.ndarray)) else map(tensor, p[:2])
+    want = np.asarray(fusedops.dynamic_conv(x, kernels, cu_seqlens=p.cu_seqlens))
+    same(np.asarray(fusedops.dynamic_conv(x, kernels, cu_seqlens=starts)), want)
+    if not isinstance(starts, (list, tuple)):
+        starts[1:3] = 8
+        assert (np.asarray(fusedops.dynamic_conv(x, kernels, cu_seqlens=starts)) != want).any()
+    same(np.asarray(fusedops.dynamic_conv(x, kernels, cu_seqlens=sequences)), want)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("W", [2, 4, 7])
+@pytest.mark.parametrize("W", [2, 7])
 def test_an_infinite_static_tap_reaches_no_token_that_it_does_not_serve(place, W):
     """The first tap's gradient ends where the last token's first input does."""
     p = problem(B=1, T=9, D=2, W=W, static=True, state=False, bias=False, activation=None)
@@ -1307,23 +773,6 @@ def test_a_state_that_overlaps_itself_is_refused():
         with pytest.raises(ValueError, match="state overlaps itself"):
             fusedops.dynamic_conv_step(np.ones((2, 3)), state, np.ones((3, 4)))
     assert not memory.any()
-
-
-@pytest.mark.parametrize("end", [10**13, 2**62])
-def test_sequences_far_too_long_are_refused_before_anything_is_made_of_them(end):
-    with pytest.raises(ValueError, match="it should end at 5"):
-        fusedops.dynamic_conv(np.ones((1, 5, 3)), np.ones((3, 4)), cu_seqlens=[0, end])
-    with pytest.raises(ValueError, match=r"cu_seqlens\[2\] is -9"):
-        fusedops.Sequences([0, 2**63 - 1, -9, 5])
-
-
-@needs_torch
-def test_tensors_without_memory():
-    x, kernels, state = (torch.ones(s, device="meta") for s in ((2, 3), (3, 4), (2, 3, 4)))
-    step = fusedops.dynamic_conv_step(x, state, kernels, backend="torch")
-    assert step.shape == x.shape
-    out = torch.ones(2, 1, 3, device="meta")
-    assert fusedops.dynamic_conv(x[:, None], kernels, out=out, backend="torch") is out
 
 
 @needs_torch
