@@ -1,4 +1,4 @@
-"""Calling conventions of vLLM and SGLang, against a loop over sequences and tokens."""
+"""Calling conventions of vLLM and SGLang, against torch's conv1d, sequence by sequence."""
 
 from __future__ import annotations
 
@@ -6,37 +6,23 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from causal import random, reference, seeded  # noqa: E402, F401
 from fusedops.compat import sglang, vllm  # noqa: E402
 
 D, W = 8, 4
 
 
-def random(*shape):
-    return torch.randn(*shape, dtype=torch.float64)
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
-def looped(past, tokens, weight, bias=None, silu=True):
+def convolved(past, tokens, weight, bias=None, silu=True):
     """Return the convolution (D, T) of tokens that follow W - 1 inputs, and all of the inputs."""
-    inputs = torch.cat([past, tokens], -1)
-    out = torch.zeros_like(tokens)
-    for t in range(tokens.shape[-1]):
-        for w in range(weight.shape[1]):
-            out[:, t] += weight[:, w] * inputs[:, t + w]
-        if bias is not None:
-            out[:, t] += bias
-    return (out * torch.sigmoid(out) if silu else out), inputs
+    out = reference(tokens[None], weight, bias, past[None], "silu" if silu else None)[0]
+    return out, torch.cat([past, tokens], -1)
 
 
 def test_the_sixth_positional_argument_is_the_slots():
     """A call in vLLM's order, which causal-conv1d takes for lengths of circular states."""
-    x, states, weight = torch.randn(2, 8), torch.randn(2, 8, 4), torch.randn(8, 4)
+    x, states, weight = random(2, 8), random(2, 8, 4), random(8, 4)
     slots = torch.tensor([1, 0], dtype=torch.int32)
-    want = [looped(states[s, :, :3], x[b, :, None], weight) for b, s in enumerate((1, 0))]
+    want = [convolved(states[s, :, :3], x[b, :, None], weight) for b, s in enumerate((1, 0))]
     state = states.clone()
     out = vllm.causal_conv1d_update(
         x.clone(), state, weight, None, "silu", slots, null_block_id=None
@@ -58,7 +44,8 @@ def test_packed_sequences(program, room, slot_dtype):
     """Continuous batching with padding, empty sequences, and tokens that belong to none."""
     starts = torch.tensor([0, 2, 2, 7, 8, 9], dtype=torch.int32)
     padding = 0 if program is vllm else -1
-    slots = torch.tensor([4, 3, 1, padding, 5, 9], dtype=slot_dtype)  # one more than sequences
+    # One slot more than sequences, of which the first is padding.
+    slots = torch.tensor([padding, 3, 1, padding, 5, 9], dtype=slot_dtype)
     goes_on = torch.tensor([True, False, False, True, True])
     x, weight, bias = random(11, D).mT, random(D, W), random(D)
     states = random(6, W - 1 + room, D).mT
@@ -75,10 +62,10 @@ def test_packed_sequences(program, room, slot_dtype):
     )
     assert not out.requires_grad
     assert torch.equal(x, given)
-    for b in (0, 2, 4):
+    for b in (2, 4):
         some = slice(int(starts[b]), int(starts[b + 1]))
         past = before[slots[b], :, : W - 1] * goes_on[b]
-        want, inputs = looped(past, given[:, some], weight, bias)
+        want, inputs = convolved(past, given[:, some], weight, bias)
         torch.testing.assert_close(out[:, some].detach(), want)
         before[slots[b], :, : W - 1] = inputs[:, 1 - W :]
     assert torch.equal(states, before)
@@ -151,7 +138,7 @@ def test_speculative_decoding(layout):
                 torch.stack(x), states, weight, bias, "silu", None, slots, accepted
             )
         for b in (0, 1):
-            want, _ = looped(history[b][:, 1 - W :], x[b], weight, bias)
+            want, _ = convolved(history[b][:, 1 - W :], x[b], weight, bias)
             torch.testing.assert_close(out[b], want)
             drawn[b] = x[b][:, : took[b]]
         accepted = torch.tensor(took, dtype=torch.int32)
@@ -215,7 +202,7 @@ def test_sglang_keeps_the_states_between_tokens(tokens):
         intermediate_state_indices=rows,
     )
     for b in (0, 2):
-        _, inputs = looped(before[slots[b]], x[b].reshape(D, -1), weight)
+        _, inputs = convolved(before[slots[b]], x[b].reshape(D, -1), weight)
         for t in range(tokens or 1):
             assert torch.equal(windows[rows[b], t], inputs[:, 1 + t : W + t])
     assert not windows[[0, 2]].any()
@@ -223,10 +210,10 @@ def test_sglang_keeps_the_states_between_tokens(tokens):
 
 def test_sglang_takes_sequences_of_one_length_and_no_states():
     x, weight = random(2, D, 5), random(D, W)
-    want = torch.stack([looped(torch.zeros(D, W - 1), each, weight)[0] for each in x])
+    want = torch.stack([convolved(torch.zeros(D, W - 1), each, weight)[0] for each in x])
     torch.testing.assert_close(sglang.causal_conv1d_fn(x, weight), want)
     circular, had = random(2, D, 5), torch.tensor([0, 5])
-    want, _ = looped(circular[0, :, 2:], x[0, :, :1], weight, silu=False)
+    want, _ = convolved(circular[0, :, 2:], x[0, :, :1], weight, silu=False)
     out = sglang.causal_conv1d_update(x[..., 0], circular, weight, None, None, had)
     torch.testing.assert_close(out[0], want[:, 0])
 
