@@ -15,7 +15,7 @@ if not (dist.is_available() and dist.is_gloo_available()):
 import fusedops  # noqa: E402
 from fusedops.distributed import dynamic_conv, sequences, share  # noqa: E402
 from fusedops.nn import DynamicShortConvolution  # noqa: E402
-from replicated import Enter, counting, shard, whole  # noqa: E402
+from replicated import counting, shard  # noqa: E402
 from worlds import device, on_ranks  # noqa: E402
 
 T, D, W = 12, 3, 4
@@ -48,6 +48,32 @@ def given_sizes(sizes):
     return {} if SIZES[sizes] is None else {"sizes": spread(sizes)}
 
 
+def compare_derivatives(value, want, arrays, by_token, own):
+    """Compare derivatives of a number that ranks share with those of one device's."""
+    others = [torch.randn_like(a) for a in arrays]
+
+    def compare(found, wanted):
+        for tokens, a, b in zip(by_token, found, wanted, strict=True):
+            a, b = (shard(a, 1, own), shard(b, 1, own)) if tokens else (a, b)
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
+
+    def second(gradients, weights):
+        loss = sum((g * v).sum() for g, v in zip(gradients, weights, strict=True))
+        return torch.autograd.grad(loss, arrays, materialize_grads=True)
+
+    gradients = torch.autograd.grad(want, arrays, create_graph=True)
+    # Two ways: one pulls back by kernels, the other can be differentiated again.
+    for again in (False, True):
+        options = {"retain_graph": True, "create_graph": again, "materialize_grads": True}
+        found = torch.autograd.grad(value, arrays, **options)
+        compare(found, gradients)
+    # Of gradients that all ranks have alike, one rank's count. A rank's gradient of a token is its
+    # own outside of its shard too: zero.
+    first = dist.get_rank() == 0
+    weights = [v * (tokens or first) for v, tokens in zip(others, by_token, strict=True)]
+    compare(second(found, weights), second(gradients, others))
+
+
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("packed", PACKED)
 @pytest.mark.parametrize("sizes", SIZES)
@@ -59,23 +85,13 @@ def test_value_and_all_derivatives_are_one_devices(sizes, packed, static):
     kernels = torch.randn(*((D, W) if static else (B, T, D, W)), dtype=torch.float64)
     arrays = [a.to(device()).requires_grad_() for a in (x, kernels, torch.randn(D).double())]
     x, kernels, bias = arrays
-    cotangent = torch.randn_like(x)
-    others = [torch.randn_like(a) for a in arrays]
+    cotangent, own = torch.randn_like(x), spread(sizes)
     cu = None if PACKED[packed] is None else torch.tensor(PACKED[packed], device=device())
-    own = spread(sizes)
-
-    def second(gradients, weighed):
-        loss = sum((g * v).sum() for g, v in zip(gradients, weighed, strict=True))
-        return torch.autograd.grad(loss, arrays, materialize_grads=True)
-
     want = fusedops.dynamic_conv(x, kernels, bias=bias, cu_seqlens=cu, activation="silu")
-    gradients = torch.autograd.grad((want * cotangent).sum(), arrays, create_graph=True)
-
     shared = share(kernels, bias, group=dist.group.WORLD)
-    here = shared[0] if static else shard(kernels, 1, own)
     got = dynamic_conv(
         shard(x, 1, own),
-        here,
+        shared[0] if static else shard(kernels, 1, own),
         bias=shared[1],
         group=dist.group.WORLD,
         cu_seqlens=cu,
@@ -83,25 +99,8 @@ def test_value_and_all_derivatives_are_one_devices(sizes, packed, static):
         **given_sizes(sizes),
     )
     torch.testing.assert_close(got, shard(want, 1, own), rtol=1e-13, atol=1e-13)
-    loss = (got * shard(cotangent, 1, own)).sum()
-
-    def compare(found, want):
-        for at, (a, b) in enumerate(zip(found, want, strict=True)):
-            tokens = at == 0 or (at == 1 and not static)
-            a, b = (shard(a, 1, own), shard(b, 1, own)) if tokens else (a, b)
-            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
-
-    # Two ways: one pulls back by kernels, the other can be differentiated again.
-    for again in (False, True):
-        options = {"retain_graph": True, "create_graph": again, "materialize_grads": True}
-        found = torch.autograd.grad(loss, arrays, **options)
-        compare(found, gradients)
-    # Of gradients that all ranks have alike, one rank's count.
-    first = dist.get_rank() == 0
-    times = [1, first if static else 1, first]
-    weighed = [v * n for v, n in zip(others, times, strict=True)]
-    # A rank's gradient of a token is its own outside of its shard too: zero.
-    compare(second(found, weighed), second(gradients, others))
+    values = (got * shard(cotangent, 1, own)).sum(), (want * cotangent).sum()
+    compare_derivatives(*values, arrays, (True, not static, False), own)
 
 
 @pytest.mark.parametrize("sizes", ["alike", "empty"])
@@ -110,31 +109,18 @@ def test_value_and_all_derivatives_are_one_devices(sizes, packed, static):
 def test_kernels_may_be_made_of_x(sizes):
     x = torch.randn(1, T, D, dtype=torch.float64).to(device()).requires_grad_()
     taps = torch.randn(D, W, dtype=torch.float64).to(device()).requires_grad_()
-    cotangent, others = torch.randn_like(x), [torch.randn_like(a) for a in (x, taps)]
-    own = spread(sizes)
+    cotangent, own = torch.randn_like(x), spread(sizes)
 
     def loss(x, taps, cotangent, op, **more):
         kernels = x.tanh()[..., None] * taps
         out = op(x, kernels, bias=taps.sum(1), activation="silu", **more)
         return (out * cotangent).sum()
 
-    value = loss(x, taps, cotangent, fusedops.dynamic_conv)
-    want = torch.autograd.grad(value, (x, taps), create_graph=True)
-    second = sum((g * v).sum() for g, v in zip(want, others, strict=True))
-    want_second = torch.autograd.grad(second, (x, taps))
-
+    want = loss(x, taps, cotangent, fusedops.dynamic_conv)
     more = {"group": dist.group.WORLD, **given_sizes(sizes)}
     here, shared = shard(x, 1, own), share(taps, group=dist.group.WORLD)
     value = loss(here, shared, shard(cotangent, 1, own), dynamic_conv, **more)
-    for again in (False, True):
-        dx, dtaps = torch.autograd.grad(value, (x, taps), retain_graph=True, create_graph=again)
-        torch.testing.assert_close(shard(dx, 1, own), shard(want[0], 1, own))
-        torch.testing.assert_close(dtaps, want[1])
-    # Of a gradient that all ranks have alike, one rank's counts.
-    second = (dx * others[0]).sum() + (dtaps * others[1]).sum() * (dist.get_rank() == 0)
-    dx, dtaps = torch.autograd.grad(second, (x, taps))
-    torch.testing.assert_close(shard(dx, 1, own), shard(want_second[0], 1, own))
-    torch.testing.assert_close(dtaps, want_second[1])
+    compare_derivatives(value, want, (x, taps), (True, False), own)
 
 
 @pytest.mark.parametrize("width", [1, W])
@@ -207,23 +193,6 @@ def test_bits_are_one_devices(backend):
     assert torch.equal(got, shard(want, 1, own))
 
 
-@on_ranks
-@short_heads()
-def test_gradcheck_of_the_gathered_convolution():
-    own = spread("short")
-    cu = torch.tensor(PACKED["few"], device=device())
-
-    def gathered(x, kernels):
-        some = [shard(Enter.apply(a), 1, own) for a in (x, kernels)]
-        out = dynamic_conv(*some, group=dist.group.WORLD, sizes=own, cu_seqlens=cu)
-        return whole(out * out, 1, own)
-
-    x = torch.randn(1, T, D, dtype=torch.float64, device=device()).requires_grad_()
-    kernels = torch.randn(1, T, D, W, dtype=torch.float64, device=device()).requires_grad_()
-    assert torch.autograd.gradcheck(gathered, (x, kernels), fast_mode=True)
-    assert torch.autograd.gradgradcheck(gathered, (x, kernels), fast_mode=True)
-
-
 @pytest.mark.parametrize("packed", ["none", "many"])
 @on_ranks
 @short_heads()
@@ -275,20 +244,6 @@ def test_bytes_sent_are_the_halos():
     halo = 2 * (W - 1) * D
     assert (received, out) == (halo * (rank > 0), halo * (rank < dist.get_world_size() - 1))
     assert back == (out, received)
-
-
-@on_ranks
-def test_a_halo_unmasked_at_a_boundary_shows():
-    x = torch.randn(1, T, D, device=device())
-    kernels, cu = torch.ones(D, W, device=device()), torch.tensor(PACKED["at"], device=device())
-    want = shard(fusedops.dynamic_conv(x, kernels, cu_seqlens=cu), 1, spread("alike"))
-    own = shard(x, 1, spread("alike"))
-    with pytest.MonkeyPatch.context() as patch:
-        genuine = sequences._part_of
-        patch.setattr(sequences, "_part_of", lambda *some: (genuine(*some)[0], W - 1))
-        got = dynamic_conv(own, kernels, group=dist.group.WORLD, cu_seqlens=cu)
-    error = (got - want).abs().amax()
-    assert (error > 0.1) == (dist.get_rank() > 0)
 
 
 @on_ranks
