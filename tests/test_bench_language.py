@@ -47,6 +47,16 @@ def test_our_layer_is_that_of_jet_nemotrons_formulas(tokens, training):
                     assert (one - other).abs().max() <= 1e-12 * other.abs().max() > 0
 
 
+def bench_tiny_layer(monkeypatch, training, checks=None):
+    """Let the bench time one small layer, checked first by its own checks or by the step's."""
+
+    def tiny(device):
+        few = steps.Case("tiny", lambda: language._layer(1, 3, 16, training), quick=True)
+        return replace(language.jet(device), cases=(few,), checks=checks or (few,))
+
+    monkeypatch.setattr(measure, "STEPS", {"jet": tiny})
+
+
 @pytest.mark.usefixtures("quick_bench")
 def test_a_layer_that_makes_kernels_wrong_is_not_timed(monkeypatch, capsys):
     """In one channel of one token, where kernels aren't stored."""
@@ -58,13 +68,9 @@ def test_a_layer_that_makes_kernels_wrong_is_not_timed(monkeypatch, capsys):
         y[0, 4, 7] += 1e-3
         return y
 
-    def tiny(device):
-        some = tuple(case for case in language.jet(device).checks if case.name != "decoding")
-        few = steps.Case("tiny", lambda: language._layer(1, 3, 16), quick=True)
-        return replace(language.jet(device), cases=(few,), checks=some)
-
     called = []
-    monkeypatch.setattr(measure, "STEPS", {"jet": tiny})
+    checks = [case for case in language.jet("cpu").checks if case.name != "decoding"]
+    bench_tiny_layer(monkeypatch, True, tuple(checks))
     monkeypatch.setattr(nn, "dynamic_conv_generated", wrong)
     assert cli.main(["bench", "--quick", "--step", "jet"]) == 1
     assert called
@@ -73,15 +79,11 @@ def test_a_layer_that_makes_kernels_wrong_is_not_timed(monkeypatch, capsys):
 
 @pytest.mark.usefixtures("quick_bench")
 def test_a_peer_that_gives_no_number_is_shown(tmp_path, monkeypatch, capsys):
-    def tiny(device):
-        few = steps.Case("tiny", lambda: language._layer(1, 3, 16, False), quick=True)
-        return replace(language.jet(device), cases=(few,), checks=(few,))
-
     def nothing(problem, device):
         return {measure.FORWARD: lambda: (problem.x * torch.nan,)}
 
     (peer,) = (each for each in PEERS if each.name == "kernels stored")
-    monkeypatch.setattr(measure, "STEPS", {"jet": tiny})
+    bench_tiny_layer(monkeypatch, False)
     monkeypatch.setattr(measure, "PEERS", [replace(peer, prepare=nothing)])
     found = benches.run(tmp_path / "cpu.json", "--step", "jet")["jet"]
     (row,) = [r for r in found["cases"] if not r["ours"]]
@@ -273,24 +275,18 @@ class JetBlock(torch.nn.Module):
             cache=last["conv_state"],
             output_final_state=use_cache,
         )
-        out, states = torch.zeros_like(v), torch.zeros(len(x), self.heads, 96, 256, dtype=x.dtype)
-        for b in range(len(x)):
-            for h in range(self.heads):
-                key, value = slice(96 * h, 96 * h + 96), slice(256 * h, 256 * h + 256)
-                S = torch.zeros(96, 256, dtype=x.dtype)
-                if use_cache:
-                    S = last["recurrent_state"][b, h]
-                for t, token in enumerate(x[b]):
-                    q, k = (F.silu(p(token))[key] for p in (self.q_proj, self.k_proj))
-                    q, k = q / q.norm() / 96**0.5, k / k.norm()
-                    beta = self.b_proj(token)[h].sigmoid()
-                    rate = F.softplus(self.a_proj(token)[h] + self.dt_bias[h])
-                    S = (-self.A_log[h].exp() * rate).exp() * S
-                    S = S - beta * k[:, None] * (k @ S) + beta * k[:, None] * v[b, t, value]
-                    at = torch.zeros_like(out)
-                    at[b, t, value] = q @ S
-                    out = out + at
-                states[b, h] = S.detach()
+        q, k = (F.silu(p(x)).unflatten(-1, (self.heads, -1)) for p in (self.q_proj, self.k_proj))
+        q, k = F.normalize(q, dim=-1) / 96**0.5, F.normalize(k, dim=-1)
+        v, beta = v.unflatten(-1, (self.heads, -1)), self.b_proj(x).sigmoid()
+        rate = (-self.A_log.exp() * F.softplus(self.a_proj(x) + self.dt_bias)).exp()
+        S, outs = last["recurrent_state"], []
+        S = torch.zeros(len(x), self.heads, 96, 256, dtype=x.dtype) if S is None else S
+        for t in range(x.shape[1]):
+            S = rate[:, t, :, None, None] * S
+            missing = v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], S)
+            S = S + torch.einsum("bh,bhk,bhv->bhkv", beta[:, t], k[:, t], missing)
+            outs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], S))
+        out, states = torch.stack(outs, 1).flatten(-2), S.detach()
         if use_cache:
             past_key_value.update(recurrent_state=states, conv_state=conv_state, layer_idx=0)
         heads = (self.heads, -1)
