@@ -139,6 +139,26 @@ def any_torch_backend(request):
     return available("torch", request.param)[1]
 
 
+@pytest.fixture
+def load(tmp_path):
+    """Read a structure from text or bytes."""
+    pytest.importorskip("gemmi")
+    from fusedops.structure import read_structure
+
+    def load(content, name="x.pdb"):
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return read_structure(path)
+
+    return load
+
+
+@pytest.fixture(params=[False, True], ids=["iso", "aniso"])
+def anisotropic(request):
+    """Whether atoms have U, or B."""
+    return request.param
+
+
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
     """Let an output be NaN wherever no kernel writes it."""

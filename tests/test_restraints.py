@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from fusedops.restraints import read_monomers, read_restraints
-from fusedops.structure import StructureError, planar_groups, read_structure
+from fusedops.structure import StructureError, planar_groups
+from structures import pdb
 
 pytest.importorskip("gemmi")
 
@@ -23,19 +24,6 @@ def plane(atoms, sigma=0.02, name="plan-1", component="LIG"):
     return "".join(f"{component} {name} {atom} {sigma}\n" for atom in atoms.split())
 
 
-def pdb(atoms, residue="LIG", number=1):
-    """Return a residue; an atom may have its alternative after a dot."""
-    lines = []
-    for k, text in enumerate(atoms.split()):
-        atom, _, alt = text.partition(".")
-        xyz = f"{k % 3:8.3f}{k // 3:8.3f}{0.1 * (k % 2):8.3f}"
-        lines.append(
-            f"HETATM{k + 1:5d}  {atom:<3s}{alt:1s}{residue:>3s} A{number:4d}    {xyz}"
-            f"  1.00 20.00          {atom[0]:>2s}\n"
-        )
-    return "".join(lines)
-
-
 @pytest.fixture
 def restraints(tmp_path):
     """Return a function that reads restraints from text."""
@@ -45,17 +33,6 @@ def restraints(tmp_path):
         return read_restraints(tmp_path / name)
 
     return read
-
-
-@pytest.fixture
-def load(tmp_path):
-    """Return a function that reads a structure from text."""
-
-    def load(text):
-        (tmp_path / "x.pdb").write_text(text)
-        return read_structure(tmp_path / "x.pdb")
-
-    return load
 
 
 class TestReading:
@@ -113,7 +90,7 @@ class TestReading:
 class TestPlanes:
     def test_hydrogens_and_absent_atoms_are_left_out(self, load, restraints):
         known = restraints(cif(plane("C1 C2 C3 C4 N5 H1 C9")))
-        found = planar_groups(load(pdb("C1 C2 H1 C3 C4 N5")), restraints=known)
+        found = planar_groups(load(pdb("LIG 1 C1 C2 H1 C3 C4 N5")), restraints=known)
         ((indices, sigmas),) = found.groups
         np.testing.assert_array_equal(indices, [[0, 1, 3, 4, 5]])
         np.testing.assert_array_equal(sigmas, [0.02])
@@ -122,22 +99,22 @@ class TestPlanes:
 
     def test_three_atoms_are_no_plane(self, load, restraints):
         known = restraints(cif(plane("C1 C2 C3 C4")))
-        found = planar_groups(load(pdb("C1 C2 C3")), restraints=known)
+        found = planar_groups(load(pdb("LIG 1 C1 C2 C3")), restraints=known)
         assert found.count == 0
         assert found.skipped == {"LIG": 1}
 
     def test_a_component_without_planes_is_not_skipped(self, load):
-        found = planar_groups(load(pdb("C1 C2 C3")), restraints={"LIG": {}})
+        found = planar_groups(load(pdb("LIG 1 C1 C2 C3")), restraints={"LIG": {}})
         assert (found.count, found.skipped) == (0, {})
 
     def test_alternatives(self, load, restraints):
         known = restraints(cif(plane("C1 C2 C3 C4")))
-        found = planar_groups(load(pdb("C1 C2 C3 C4.A C4.B")), restraints=known)
+        found = planar_groups(load(pdb("LIG 1 C1 C2 C3 C4.A C4.B")), restraints=known)
         np.testing.assert_array_equal(found.groups[0][0], [[0, 1, 2, 3], [0, 1, 2, 4]])
         assert found.labels == [["A/LIG 1 plan-1 alt A", "A/LIG 1 plan-1 alt B"]]
 
     def test_they_replace_a_side_chain_and_leave_the_end_of_a_chain(self, load, restraints):
-        structure = load(pdb("CA C O OXT CB CG OD1 ND2", "ASN"))
+        structure = load(pdb("ASN 1 CA C O OXT CB CG OD1 ND2"))
         usual = planar_groups(structure)
         assert usual.labels == [["A/ASN 1 C-terminus", "A/ASN 1 amide"]]
         rows = plane("CG CB ND2 OD1", 0.05, component="ASN")
@@ -148,14 +125,14 @@ class TestPlanes:
 
     def test_atoms_with_sigmas_of_their_own(self, load):
         sigmas = {"C1": 0.01, "C2": 0.02, "C3": 0.03, "C4": 0.04}
-        text = pdb("C1 C2 C3 C4") + pdb("CB CG OD1 ND2", "ASN", 2)
+        text = pdb("LIG 1 C1 C2 C3 C4", "ASN 2 CB CG OD1 ND2")
         found = planar_groups(load(text), restraints={"LIG": {"p": sigmas}}, sigma=0.1)
         np.testing.assert_array_equal(found.groups[0][1], [[*sigmas.values()], [0.1] * 4])
 
     @pytest.mark.parametrize("sigma", [0, -1, np.nan, np.inf])
     def test_a_bad_sigma(self, load, sigma):
         with pytest.raises(ValueError, match=r"sigma: .* should be a positive number, in Å"):
-            planar_groups(load(pdb("C1")), sigma=sigma)
+            planar_groups(load(pdb("LIG 1 C1")), sigma=sigma)
 
 
 class TestLibrary:
@@ -166,9 +143,9 @@ class TestLibrary:
             cif(plane("C1 C2 C3 C4") + plane("A", component="OTHER"))
         )
         (tmp_path / "p/PHE.cif").write_text("nothing")
-        structure = load(pdb("C1 C2 C3 C4") + pdb("CA", "PHE", 2) + pdb("C1", "XYZ", 3))
+        structure = load(pdb("LIG 1 C1 C2 C3 C4", "PHE 2 CA", "XYZ 3 C1"))
         assert set(read_monomers(tmp_path, structure)) == {"LIG"}
 
     def test_a_missing_folder(self, load, tmp_path):
         with pytest.raises(StructureError, match="none: there is no such folder"):
-            read_monomers(tmp_path / "none", load(pdb("C1")))
+            read_monomers(tmp_path / "none", load(pdb("LIG 1 C1")))

@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -18,71 +19,34 @@ from fusedops.structure import (
     planar_groups,
     read_structure,
 )
+from structures import pdb
 
 UBIQUITIN = files("fusedops") / "data/1ubi.pdb"
 
 # Coordinates from the ribosome 6zu5 (CC0), Å from the first atom.
 FLAT = {
-    "A": "C1' 0.00 0.00 0.00; N9 0.81 -0.20 1.21; C8 1.32 0.79 2.01; N7 2.01 0.35 3.02; "
-    "C5 1.97 -1.02 2.87; C6 2.51 -2.06 3.62; N6 3.24 -1.87 4.71; N1 2.30 -3.32 3.22; "
-    "C2 1.56 -3.53 2.13; N3 1.00 -2.63 1.33; C4 1.24 -1.38 1.76",
-    "C": "C1' 0.00 0.00 0.00; N1 0.53 -1.14 0.78; C2 0.50 -2.42 0.23; O2 0.03 -2.59 -0.90; "
-    "N3 0.98 -3.46 0.93; C4 1.49 -3.27 2.13; N4 1.94 -4.34 2.78; C5 1.54 -1.99 2.73; "
+    "A": "C1' 0.00 0.00 0.00 N9 0.81 -0.20 1.21 C8 1.32 0.79 2.01 N7 2.01 0.35 3.02 "
+    "C5 1.97 -1.02 2.87 C6 2.51 -2.06 3.62 N6 3.24 -1.87 4.71 N1 2.30 -3.32 3.22 "
+    "C2 1.56 -3.53 2.13 N3 1.00 -2.63 1.33 C4 1.24 -1.38 1.76",
+    "C": "C1' 0.00 0.00 0.00 N1 0.53 -1.14 0.78 C2 0.50 -2.42 0.23 O2 0.03 -2.59 -0.90 "
+    "N3 0.98 -3.46 0.93 C4 1.49 -3.27 2.13 N4 1.94 -4.34 2.78 C5 1.54 -1.99 2.73 "
     "C6 1.06 -0.96 2.02",
-    "G": "C1' 0.00 0.00 0.00; N9 -0.14 0.00 -1.46; C8 -0.49 -1.06 -2.22; N7 -0.50 -0.79 -3.49; "
-    "C5 -0.12 0.52 -3.56; C6 0.06 1.36 -4.67; O6 -0.11 1.11 -5.86; N1 0.47 2.62 -4.30; "
-    "C2 0.67 3.03 -3.02; N2 1.06 4.29 -2.88; N3 0.53 2.26 -1.98; C4 0.13 1.03 -2.31",
-    "U": "C1' 0.00 0.00 0.00; N1 0.00 -1.39 -0.51; C2 0.17 -1.56 -1.86; O2 0.31 -0.66 -2.64; "
-    "N3 0.17 -2.84 -2.30; C4 0.02 -3.95 -1.54; O4 0.05 -5.04 -2.11; C5 -0.14 -3.72 -0.16; "
+    "G": "C1' 0.00 0.00 0.00 N9 -0.14 0.00 -1.46 C8 -0.49 -1.06 -2.22 N7 -0.50 -0.79 -3.49 "
+    "C5 -0.12 0.52 -3.56 C6 0.06 1.36 -4.67 O6 -0.11 1.11 -5.86 N1 0.47 2.62 -4.30 "
+    "C2 0.67 3.03 -3.02 N2 1.06 4.29 -2.88 N3 0.53 2.26 -1.98 C4 0.13 1.03 -2.31",
+    "U": "C1' 0.00 0.00 0.00 N1 0.00 -1.39 -0.51 C2 0.17 -1.56 -1.86 O2 0.31 -0.66 -2.64 "
+    "N3 0.17 -2.84 -2.30 C4 0.02 -3.95 -1.54 O4 0.05 -5.04 -2.11 C5 -0.14 -3.72 -0.16 "
     "C6 -0.14 -2.48 0.29",
-    "TRP": "CB 0.00 0.00 0.00; CG 1.18 0.61 0.69; CD1 1.43 1.94 0.89; CD2 2.30 -0.09 1.24; "
-    "NE1 2.61 2.11 1.55; CE2 3.17 0.88 1.78; CE3 2.64 -1.43 1.34; CZ2 4.36 0.54 2.40; "
-    "CZ3 3.81 -1.77 1.96; CH2 4.66 -0.79 2.48",
+    "TRP": "CB 0.00 0.00 0.00 CG 1.18 0.61 0.69 CD1 1.43 1.94 0.89 CD2 2.30 -0.09 1.24 "
+    "NE1 2.61 2.11 1.55 CE2 3.17 0.88 1.78 CE3 2.64 -1.43 1.34 CZ2 4.36 0.54 2.40 "
+    "CZ3 3.81 -1.77 1.96 CH2 4.66 -0.79 2.48",
 }
 RING = "CB CG CD1 CD2 CE1 CE2 CZ"
 
 
-def pdb(*residues):
-    """Return PDB text of residues (name, number, atoms), spaced as a peptide chain along x.
-
-    A number is "8", "8A" or "B8" for another chain; atoms are names with the alternative after a
-    dot, or (name, xyz) pairs.
-    """
-    spots = {"N": (0, 0, 0), "CA": (1.2, 0, 0), "C": (2.47, 0, 0), "O": (2.47, 1.2, 0)}
-    lines = []
-    for position, (name, number, atoms) in enumerate(residues):
-        chain = number[0] if number[0].isalpha() else "A"
-        number = number.lstrip("ABCD")
-        icode = number[-1] if number[-1].isalpha() else " "
-        for k, atom in enumerate(atoms.split() if isinstance(atoms, str) else atoms):
-            atom, spot = atom if isinstance(atom, tuple) else (atom, None)
-            atom, _, alt = atom.partition(".")
-            if spot is None:
-                spot = np.add(spots.get(atom, (1.2, -1 - k, k % 2)), (3.8 * position, 0, 0))
-            lines.append(
-                f"ATOM  {len(lines) + 1:5d}  {atom:<3s}{alt or ' '}{name:>3s} {chain}"
-                f"{int(number.rstrip(icode)):4d}{icode}   {spot[0]:8.3f}{spot[1]:8.3f}"
-                f"{spot[2]:8.3f}  1.00 10.00          {atom[0]:>2s}\n"
-            )
-    return "".join(lines)
-
-
-def at(text):
-    """Return (name, xyz) pairs from ``"CB 0 0 0; CG 1 0 0"``."""
-    rows = (row.split() for row in text.split(";"))
-    return [(name, [float(x) for x in xyz]) for name, *xyz in rows]
-
-
-@pytest.fixture
-def load(tmp_path):
-    pytest.importorskip("gemmi")
-
-    def load(content, name="x.pdb"):
-        path = tmp_path / name
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return read_structure(path)
-
-    return load
+def names_in(base):
+    """Return the atoms of a base of `FLAT`, without coordinates."""
+    return " ".join(re.findall(r"[A-Z][\w']*", FLAT[base]))
 
 
 def names(structure, found):
@@ -126,7 +90,7 @@ class TestUbiquitin:
             for line in lines
         ]
 
-    def test_planes_are_those_of_the_sequence(self, found):
+    def test_planes_are_those_of_the_sequence(self, found, ubiquitin):
         sequence = Counter(
             name
             for line in UBIQUITIN.read_text().splitlines()
@@ -147,14 +111,8 @@ class TestUbiquitin:
         assert found.count == 103
         assert found.waters == 81
         assert found.skipped == {}
-
-    def test_groups_are_what_planarity_takes(self, found, ubiquitin):
-        assert [indices.shape for indices, _ in found.groups] == [
-            (20, 4), (79, 5), (1, 6), (2, 7), (1, 8),
-        ]  # fmt: skip
         for indices, sigmas in found.groups:
-            assert indices.dtype == np.int64
-            assert sigmas.dtype == np.float64
+            assert (indices.dtype, sigmas.dtype) == (np.int64, np.float64)
             assert sigmas.tolist() == [0.02] * len(indices)
         deviations = plane_deviations(ubiquitin.xyz, found.groups)
         assert max(abs(d).max() for d in deviations) < 0.06
@@ -175,7 +133,7 @@ class TestUbiquitin:
 
 @pytest.mark.parametrize("name", FLAT)
 def test_every_atom_of_a_real_ring_or_base_is_in_its_plane(load, name):
-    structure = load(pdb((name, "7", at(FLAT[name]))))
+    structure = load(pdb(f"{name} 7 {FLAT[name]}"))
     found = planar_groups(structure)
     ((indices, _),) = found.groups
     assert indices.tolist() == [list(range(len(structure.xyz)))]
@@ -184,207 +142,154 @@ def test_every_atom_of_a_real_ring_or_base_is_in_its_plane(load, name):
     assert abs(deviations).max() < 0.05
 
 
-def test_dna_and_thymine(load):
-    names_of = {base: " ".join(name for name, _ in at(FLAT[base])) for base in "ACGU"}
-    text = [(f"D{base}", str(k), names_of[base]) for k, base in enumerate("ACGU", 1)]
-    thymine = "C1' N1 C2 O2 N3 C4 O4 C5 C7 C6"
-    planes = planes_of(load(pdb(*text, ("DT", "5", thymine), ("T", "6", thymine))))
-    assert planes == {f"A/D{b} {k} base": names_of[b] for k, b in enumerate("ACGU", 1)} | {
-        "A/DT 5 base": thymine,
-        "A/T 6 base": thymine,
-    }
+THYMINE = "C1' N1 C2 O2 N3 C4 O4 C5 C7 C6"
+RINGS = [" ".join(f"{name}.{alt}" for name in RING.split()) for alt in "AB"]
+#: Residues, and their planes: labels, or also the atoms.
+RESIDUES = {
+    "DNA and thymine": (
+        [*(f"D{base} {k} {names_in(base)}" for k, base in enumerate("ACGU", 1)),
+         f"DT 5 {THYMINE}", f"T 6 {THYMINE}"],
+        [*(f"A/D{base} {k} base: {names_in(base)}" for k, base in enumerate("ACGU", 1)),
+         f"A/DT 5 base: {THYMINE}", f"A/T 6 base: {THYMINE}"],
+    ),
+    "bonds matter, numbers don't": (
+        [f"ALA {k} {BACKBONE}" for k in (1, 2, 5)],
+        ["A/ALA 1 - A/ALA 2 peptide", "A/ALA 2 - A/ALA 5 peptide"],
+    ),
+    "a gap": ([f"ALA 1 {BACKBONE}", "UNK 2 CB", f"ALA 3 {BACKBONE}"], []),
+    "two chains": ([f"ALA A1 {BACKBONE}", f"ALA B2 {BACKBONE}"], []),
+    "insertion codes": (
+        [f"ALA 8 {BACKBONE}", f"GLY 8A {BACKBONE}", f"SER 9 {BACKBONE}"],
+        ["A/ALA 8 - A/GLY 8A peptide", "A/GLY 8A - A/SER 9 peptide"],
+    ),
+    "a plane for each conformer": (
+        ["PHE 4 CB CG.A CG.B CD1.A CD1.B CD2.A CD2.B CE1.A CE1.B CE2.A CE2.B CZ.A CZ.B"],
+        ["A/PHE 4 ring alt A: CB CG.A CD1.A CD2.A CE1.A CE2.A CZ.A",
+         "A/PHE 4 ring alt B: CB CG.B CD1.B CD2.B CE1.B CE2.B CZ.B"],
+    ),
+    "a conformer that lacks an atom": (
+        ["ASN 4 CB CG.A CG.B OD1.A OD1.B ND2.B"], ["A/ASN 4 amide alt B: CB CG.B OD1.B ND2.B"]
+    ),
+    "alternatives elsewhere in the residue": (
+        ["ASP 4 N CA.A CA.B CB CG OD1 OD2 HB.A HB.B"], ["A/ASP 4 carboxylate: CB CG OD1 OD2"]
+    ),
+    "a peptide never mixes conformers": (
+        ["ALA 1 N CA.A CA.B C.A C.B O.A O.B", "ALA 2 N CA.A CA.B CA.C C O"],
+        ["A/ALA 1 - A/ALA 2 peptide alt A: CA.A C.A O.A N CA.A",
+         "A/ALA 1 - A/ALA 2 peptide alt B: CA.B C.B O.B N CA.B"],
+    ),
+    "one conformer is bonded": (
+        ["ALA 1 N CA C.A C.B 2.47 9 0 O.A O.B 2.47 8 0", f"ALA 2 {BACKBONE}"],
+        ["A/ALA 1 - A/ALA 2 peptide alt A"],
+    ),
+    # In crambin, 1ejg, atoms of two residues at one position are listed under the first, without an
+    # alternative.
+    "an atom listed for both belongs to both": (
+        [f"THR 1 {BACKBONE}", "PRO 2 N CA.A C.A O.A CB.A",
+         "SER 2 CA.B 5.0 0.1 0 C.B 6.27 0.1 0 O.B 6.27 1.3 0 OG.B 5.0 -1 0",
+         "GLU 3 N 7.6 0 0 CA 8.8 0 0 C 10.07 0 0 O 10.07 1.2 0"],
+        ["A/THR 1 - A/PRO 2 peptide alt A: CA C O N CA.A",
+         "A/THR 1 - A/SER 2 peptide alt B: CA C O N CA.B",
+         "A/PRO 2 - A/GLU 3 peptide alt A: CA.A C.A O.A N CA",
+         "A/SER 2 - A/GLU 3 peptide alt B: CA.B C.B O.B N CA"],
+    ),
+    "an atom of its own comes first": (
+        [f"THR 1 {BACKBONE}", "PRO 2 N CA.A", "SER 2 N.B 3.8 0.1 0 CA.B 5.0 0.1 0"],
+        ["A/THR 1 - A/PRO 2 peptide alt A: CA C O N CA.A",
+         "A/THR 1 - A/SER 2 peptide alt B: CA C O N.B CA.B"],
+    ),
+    "a shared backbone counts once": (
+        [f"LEU 1 {BACKBONE} CB.A", "ILE 1 CB.B",
+         "GLY 2 N 3.8 0 0 CA 5.0 0 0 C 6.27 0 0 O 6.27 1 0"],
+        ["A/LEU 1 - A/GLY 2 peptide"],
+    ),
+    "two side chains": (
+        [f"PHE 1 {RINGS[0]}", f"TYR 1 {RINGS[1]} OH.B"],
+        [f"A/PHE 1 ring alt A: {RINGS[0]}", f"A/TYR 1 ring alt B: {RINGS[1]} OH.B"],
+    ),
+    "side chains never mix": (
+        [f"PHE 1 {RINGS[0]}", f"TYR 1 {RINGS[1]}"], [f"A/PHE 1 ring alt A: {RINGS[0]}"]
+    ),
+    "molecules under one number lend nothing": (
+        [f"PHE 1 {RING}", "TYR 1 CB CG CD1 CD2 CE1 CE2 OH"], [f"A/PHE 1 ring: {RING}"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESIDUES)
+def test_planes_of_residues(load, name):
+    residues, planes = RESIDUES[name]
+    found = planes_of(load(pdb(*residues)))
+    with_atoms = any(":" in plane for plane in planes)
+    found = [f"{label}: {atoms}" if with_atoms else label for label, atoms in found.items()]
+    assert sorted(found) == sorted(planes)
 
 
 def test_modified_nucleotides_and_incomplete_bases_have_no_plane(load):
-    uracil = "C1' N1 C2 O2 N3 C4 O4 C5 C6"
-    found = planar_groups(
-        load(pdb(("PSU", "1", uracil), ("U", "2", uracil.replace(" O4", "")), ("U", "3", "P")))
-    )
-    assert found.groups == []
-    assert found.labels == []
-    assert found.skipped == {"PSU": 1}
+    uracil = names_in("U")
+    bases = f"PSU 1 {uracil}", f"U 2 {uracil.replace(' O4', '')}", "U 3 P"
+    found = planar_groups(load(pdb(*bases)))
+    assert (found.groups, found.labels, found.skipped) == ([], [], {"PSU": 1})
 
 
-class TestPeptides:
-    def test_only_real_bonds_make_a_plane(self, load):
-        chain = pdb(("ALA", "1", BACKBONE), ("ALA", "2", BACKBONE), ("ALA", "5", BACKBONE))
-        assert set(planes_of(load(chain))) == {
-            "A/ALA 1 - A/ALA 2 peptide", "A/ALA 2 - A/ALA 5 peptide",
-        }  # fmt: skip
-        gap = pdb(("ALA", "1", BACKBONE), ("UNK", "2", "CB"), ("ALA", "3", BACKBONE))
-        assert planes_of(load(gap)) == {}
-
-    @pytest.mark.parametrize(("distance", "planes"), [(1.99, 1), (2.01, 0)])
-    def test_the_limit_of_a_bond(self, load, distance, planes):
-        second = at(f"N {2.47 + distance} 0 0; CA {3.7 + distance} 0 0")
-        text = pdb(("ALA", "1", BACKBONE), ("ALA", "2", second))
-        assert planar_groups(load(text)).count == planes
-
-    def test_chains_are_apart(self, load):
-        text = pdb(("ALA", "A1", BACKBONE), ("ALA", "B2", BACKBONE))
-        assert planes_of(load(text)) == {}
-
-    def test_incomplete_planes_are_left_out(self, load):
-        for missing in BACKBONE.split():
-            first = BACKBONE.replace(missing, "").strip()
-            text = pdb(("ALA", "1", first), ("ALA", "2", BACKBONE))
-            assert planar_groups(load(text)).count == (missing == "N")
-
-    def test_modified_residues_belong_to_the_chain(self, load):
-        text = pdb(
-            ("ALA", "1", BACKBONE),
-            ("MSE", "2", f"{BACKBONE} CB CG SE CE"),
-            ("XYZ", "3", f"{BACKBONE} OXT"),
-            ("XYZ", "9", "N CA C O OXT CB"),
-        ).replace("ATOM  ", "HETATM")
-        structure = load(text[: text.rindex("HETATM")])
-        assert list(planes_of(structure)) == [
-            "A/XYZ 3 C-terminus",
-            "A/XYZ 9 C-terminus",
-            "A/ALA 1 - A/MSE 2 peptide",
-            "A/MSE 2 - A/XYZ 3 peptide",
-            "A/XYZ 3 - A/XYZ 9 peptide",
-        ]
-        assert planar_groups(structure).skipped == {}
-
-    def test_insertion_codes_are_neighbours(self, load):
-        text = pdb(("ALA", "8", BACKBONE), ("GLY", "8A", BACKBONE), ("SER", "9", BACKBONE))
-        structure = load(text)
-        assert list(planes_of(structure)) == [
-            "A/ALA 8 - A/GLY 8A peptide", "A/GLY 8A - A/SER 9 peptide",
-        ]  # fmt: skip
-        assert structure.labels[4] == "A/GLY 8A N"
+@pytest.mark.parametrize(("distance", "planes"), [(1.99, 1), (2.01, 0)])
+def test_the_limit_of_a_bond(load, distance, planes):
+    second = f"ALA 2 N {2.47 + distance} 0 0 CA {3.7 + distance} 0 0"
+    assert planar_groups(load(pdb(f"ALA 1 {BACKBONE}", second))).count == planes
 
 
-class TestAlternatives:
-    def test_each_conformer_has_its_own_plane(self, load):
-        ring = "CB CG.A CG.B CD1.A CD1.B CD2.A CD2.B CE1.A CE1.B CE2.A CE2.B CZ.A CZ.B"
-        assert planes_of(load(pdb(("PHE", "4", ring)))) == {
-            "A/PHE 4 ring alt A": "CB CG.A CD1.A CD2.A CE1.A CE2.A CZ.A",
-            "A/PHE 4 ring alt B": "CB CG.B CD1.B CD2.B CE1.B CE2.B CZ.B",
-        }
-
-    def test_a_conformer_that_lacks_an_atom_is_left_out(self, load):
-        text = pdb(("ASN", "4", "CB CG.A CG.B OD1.A OD1.B ND2.B"))
-        assert planes_of(load(text)) == {"A/ASN 4 amide alt B": "CB CG.B OD1.B ND2.B"}
-
-    def test_alternatives_elsewhere_in_the_residue_do_not_matter(self, load):
-        text = pdb(("ASP", "4", "N CA.A CA.B CB CG OD1 OD2 HB.A HB.B"))
-        assert planes_of(load(text)) == {"A/ASP 4 carboxylate": "CB CG OD1 OD2"}
-
-    def test_a_peptide_never_mixes_them(self, load):
-        text = pdb(
-            ("ALA", "1", "N CA.A CA.B C.A C.B O.A O.B"), ("ALA", "2", "N CA.A CA.B CA.C C O")
-        )
-        assert planes_of(load(text)) == {
-            "A/ALA 1 - A/ALA 2 peptide alt A": "CA.A C.A O.A N CA.A",
-            "A/ALA 1 - A/ALA 2 peptide alt B": "CA.B C.B O.B N CA.B",
-        }
-
-    def test_only_one_conformer_may_be_bonded(self, load):
-        first = "N 0 0 0; CA 1.2 0 0; C.A 2.47 0 0; C.B 2.47 9 0; O.A 2.47 1.2 0; O.B 2.47 8 0"
-        text = pdb(("ALA", "1", at(first)), ("ALA", "2", BACKBONE))
-        assert list(planes_of(load(text))) == ["A/ALA 1 - A/ALA 2 peptide alt A"]
+def test_incomplete_peptides_are_left_out(load):
+    for missing in BACKBONE.split():
+        first = " ".join(name for name in BACKBONE.split() if name != missing)
+        found = planar_groups(load(pdb(f"ALA 1 {first}", f"ALA 2 {BACKBONE}")))
+        assert found.count == (missing == "N")
 
 
-class TestTwoResiduesAtOnePosition:
-    # In crambin, 1ejg, atoms of both residues are listed under the first, without an alternative.
-    @pytest.fixture
-    def shared(self):
-        number = "2"
-        second = at("CA.B 5.0 0.1 0; C.B 6.27 0.1 0; O.B 6.27 1.3 0; OG.B 5.0 -1 0")
-        return pdb(
-            ("THR", "1", BACKBONE),
-            ("PRO", number, "N CA.A C.A O.A CB.A"),
-            ("SER", number, second),
-            ("GLU", "3", at("N 7.6 0 0; CA 8.8 0 0; C 10.07 0 0; O 10.07 1.2 0")),
-        )
-
-    def test_what_one_lists_for_both_belongs_to_both(self, load, shared):
-        assert planes_of(load(shared)) == {
-            "A/THR 1 - A/PRO 2 peptide alt A": "CA C O N CA.A",
-            "A/THR 1 - A/SER 2 peptide alt B": "CA C O N CA.B",
-            "A/PRO 2 - A/GLU 3 peptide alt A": "CA.A C.A O.A N CA",
-            "A/SER 2 - A/GLU 3 peptide alt B": "CA.B C.B O.B N CA",
-        }
-
-    def test_an_atom_of_its_own_comes_first(self, load):
-        text = pdb(
-            ("THR", "1", BACKBONE),
-            ("PRO", "2", "N CA.A"),
-            ("SER", "2", at("N.B 3.8 0.1 0; CA.B 5.0 0.1 0")),
-        )
-        assert planes_of(load(text)) == {
-            "A/THR 1 - A/PRO 2 peptide alt A": "CA C O N CA.A",
-            "A/THR 1 - A/SER 2 peptide alt B": "CA C O N.B CA.B",
-        }
-
-    def test_a_shared_backbone_counts_once(self, load):
-        text = pdb(
-            ("LEU", "1", f"{BACKBONE} CB.A"),
-            ("ILE", "1", "CB.B"),
-            ("GLY", "2", at("N 3.8 0 0; CA 5.0 0 0; C 6.27 0 0; O 6.27 1 0")),
-        )
-        assert list(planes_of(load(text))) == ["A/LEU 1 - A/GLY 2 peptide"]
-
-    def test_side_chains_never_mix(self, load):
-        a, b = (" ".join(f"{name}.{alt}" for name in RING.split()) for alt in "AB")
-        text = pdb(("PHE", "1", a), ("TYR", "1", f"{b} OH.B"))
-        assert planes_of(load(text)) == {
-            "A/PHE 1 ring alt A": a,
-            "A/TYR 1 ring alt B": f"{b} OH.B",
-        }
-        assert planes_of(load(pdb(("PHE", "1", a), ("TYR", "1", b)))) == {"A/PHE 1 ring alt A": a}
-
-    def test_separate_molecules_under_one_number_lend_nothing(self, load):
-        text = pdb(("PHE", "1", RING), ("TYR", "1", "CB CG CD1 CD2 CE1 CE2 OH"))
-        assert planes_of(load(text)) == {"A/PHE 1 ring": RING}
+def test_modified_residues_belong_to_the_chain(load):
+    text = pdb(
+        f"ALA 1 {BACKBONE}",
+        f"MSE 2 {BACKBONE} CB CG SE CE",
+        f"XYZ 3 {BACKBONE} OXT",
+        f"XYZ 9 {BACKBONE} OXT CB",
+    ).replace("ATOM  ", "HETATM")
+    structure = load(text[: text.rindex("HETATM")])
+    assert list(planes_of(structure)) == [
+        "A/XYZ 3 C-terminus",
+        "A/XYZ 9 C-terminus",
+        "A/ALA 1 - A/MSE 2 peptide",
+        "A/MSE 2 - A/XYZ 3 peptide",
+        "A/XYZ 3 - A/XYZ 9 peptide",
+    ]
+    assert planar_groups(structure).skipped == {}
 
 
 def test_waters_ligands_and_ions_are_counted(load):
-    found = planar_groups(
-        load(
-            pdb(
-                ("HOH", "1", "O"), ("DOD", "2", "O"), ("HOH", "3", "O.A O.B"),
-                ("MG", "4", "MG"), ("MG", "5", "MG"), ("GOL", "6", "C1 O1"),
-                ("CA", "7", "CA"), ("GLU", "8", "N CA C O OXT CB CG CD OE1 OE2"),
-            )
-        )
-    )  # fmt: skip
+    others = "HOH 1 O", "DOD 2 O", "HOH 3 O.A O.B", "MG 4 MG", "MG 5 MG", "GOL 6 C1 O1", "CA 7 CA"
+    found = planar_groups(load(pdb(*others, "GLU 8 N CA C O OXT CB CG CD OE1 OE2")))
     assert found.waters == 3
     assert found.skipped == {"MG": 2, "GOL": 1, "CA": 1}
     assert found.labels == [["A/GLU 8 C-terminus", "A/GLU 8 carboxylate"]]
 
 
-@pytest.fixture
-def interleaved(load):
-    """Load ASP and ASN at one position, with their atoms listed in turns."""
-    text = pdb(("ASP", "22", "CB.A CG.A OD1.A OD2.A"), ("ASN", "22", "CB.B CG.B OD1.B ND2.B"))
+@pytest.mark.parametrize("name", ["moved.pdb", "moved.cif"])
+def test_residues_whose_atoms_are_listed_in_turns(load, tmp_path, name):
+    text = pdb("ASP 22 CB.A CG.A OD1.A OD2.A", "ASN 22 CB.B CG.B OD1.B ND2.B")
     lines = text.splitlines(keepends=True)
     turns = (lines[i] for i in (0, 4, 1, 5, 2, 6, 3, 7))
-    return load("".join(f"{line[:6]}{k:5d}{line[11:]}" for k, line in enumerate(turns)))
-
-
-class TestInterleavedResidues:
-    def test_atoms_keep_the_order_of_the_file(self, interleaved):
-        assert [label.removeprefix("A/") for label in interleaved.labels] == [
-            "ASP 22 CB.A", "ASN 22 CB.B", "ASP 22 CG.A", "ASN 22 CG.B",
-            "ASP 22 OD1.A", "ASN 22 OD1.B", "ASP 22 OD2.A", "ASN 22 ND2.B",
-        ]  # fmt: skip
-
-    def test_planes(self, interleaved):
-        assert planes_of(interleaved) == {
-            "A/ASP 22 carboxylate alt A": "CB.A CG.A OD1.A OD2.A",
-            "A/ASN 22 amide alt B": "CB.B CG.B OD1.B ND2.B",
-        }
-
-    @pytest.mark.parametrize("name", ["moved.pdb", "moved.cif"])
-    def test_writing(self, interleaved, tmp_path, name):
-        moved = interleaved.xyz + np.arange(24.0).reshape(8, 3)
-        interleaved.write(tmp_path / name, moved)
-        back = read_structure(tmp_path / name)
-        by_label = dict(zip(back.labels, back.xyz, strict=True))
-        np.testing.assert_allclose([by_label[x] for x in interleaved.labels], moved, atol=1e-9)
+    structure = load("".join(f"{line[:6]}{k:5d}{line[11:]}" for k, line in enumerate(turns)))
+    assert [label.removeprefix("A/") for label in structure.labels] == [
+        "ASP 22 CB.A", "ASN 22 CB.B", "ASP 22 CG.A", "ASN 22 CG.B",
+        "ASP 22 OD1.A", "ASN 22 OD1.B", "ASP 22 OD2.A", "ASN 22 ND2.B",
+    ]  # fmt: skip
+    assert planes_of(structure) == {
+        "A/ASP 22 carboxylate alt A": "CB.A CG.A OD1.A OD2.A",
+        "A/ASN 22 amide alt B": "CB.B CG.B OD1.B ND2.B",
+    }
+    moved = structure.xyz + np.arange(24.0).reshape(8, 3)
+    structure.write(tmp_path / name, moved)
+    back = read_structure(tmp_path / name)
+    by_label = dict(zip(back.labels, back.xyz, strict=True))
+    np.testing.assert_allclose([by_label[x] for x in structure.labels], moved, atol=1e-9)
 
 
 def test_serial_numbers_past_99999():
@@ -466,7 +371,7 @@ BROKEN = {
     ),
     "header.pdb": (b"HEADER    NOTHING ELSE\nEND\n", "it holds no atoms"),
     "header.cif": (b"data_x\n_cell.length_a 10\n", "it holds no atoms"),
-    "cut.pdb": (lambda: pdb(("ALA", "1", BACKBONE))[:-40], "line 4 holds no coordinates"),
+    "cut.pdb": (lambda: pdb(f"ALA 1 {BACKBONE}")[:-40], "line 4 holds no coordinates"),
     "cut.cif": (MMCIF[:-9].encode(), "Wrong number of values in loop"),
     "open.cif": (MMCIF[:70].encode(), "mmCIF: line 6: parse error"),
     "number.cif": (MMCIF.replace(" 7 X", " seven X").encode(), "not an integer"),
@@ -529,7 +434,7 @@ class TestWriting:
         np.testing.assert_allclose(again.xyz, ubiquitin.xyz, atol=1e-9)
 
     def test_other_models_stay(self, load, tmp_path):
-        model = pdb(("ALA", "1", BACKBONE))
+        model = pdb(f"ALA 1 {BACKBONE}")
         text = "".join(f"MODEL {k:8d}\n{model}ENDMDL\n" for k in (1, 2)) + "END\n"
         structure = load(text)
         assert structure.xyz.shape == (4, 3)
