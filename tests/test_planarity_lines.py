@@ -15,9 +15,10 @@ import pytest
 
 import fusedops
 from fusedops.planarity.eigenvector import NO_PLANE
-from fusedops.planarity.op import gradient_vjp, nll
+from places import interpreted
+from test_planarity import everywhere, fits, results
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+pytestmark = interpreted
 
 #: Roundings that an atom adds to a sum, with room for errors of second order.
 ROUNDINGS = 2
@@ -176,7 +177,7 @@ KINDS = {
     "points": lambda rng, planes, n: np.broadcast_to(_lines(rng, planes, 1), (planes, n, 3)),
 }
 # Planes of every kind and size by backend; the interpreter is slow.
-COUNT = {"numpy": 1000, "cython": 1000, "numba": 1000, "torch": 1000, "triton": 32}
+COUNT = {"numpy": 400, "cython": 400, "numba": 400, "torch": 400, "triton": 32}
 
 
 @functools.lru_cache(maxsize=32)
@@ -196,19 +197,8 @@ def _case(kind, planes, n, dtype, fit, per_atom, seed=0):
 def _compare(case, fit, backend, device="cpu"):
     """Assert that value, gradient and second derivative are right."""
     xyz, v, index, sigma, want = case
-    planes = fusedops.Planes([(index, sigma)])
-    arrays = xyz, v
-    if backend in ("torch", "triton"):
-        torch = pytest.importorskip("torch")
-        pytest.importorskip(backend)
-        planes = planes.to(device)
-        arrays = tuple(torch.from_numpy(array).to(device) for array in arrays)
-    results = []
-    for primitive in (nll, gradient_vjp):
-        with fusedops.use_backend(backend):
-            outputs = primitive(*arrays[: len(primitive.arrays)], planes, fit)
-        results += [np.asarray(out.cpu() if planes.device != "cpu" else out) for out in outputs]
-    value, gradient, turned = (result.astype(float) for result in results)
+    found = results(backend, (xyz, v), fusedops.Planes([(index, sigma)]), fit, device)
+    value, gradient, turned = (result.astype(float) for result in found)
 
     narrow = float(np.finfo(xyz.dtype).eps)
     copies = 1 if sigma.ndim == 2 else index.shape[1]
@@ -233,7 +223,7 @@ def _compare(case, fit, backend, device="cpu"):
 
 
 @pytest.mark.parametrize("backend", [*COUNT, pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("fit", ["uniform", "weighted"])
+@fits
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_that_are_hardly_planes(backend, kind, fit):
     where = ("triton", "cuda") if backend == "cuda" else (backend,)
@@ -253,7 +243,7 @@ def test_groups_that_are_hardly_planes(backend, kind, fit):
             assert not want.planar.any()
 
 
-@pytest.mark.parametrize("fit", ["uniform", "weighted"])
+@fits
 @pytest.mark.parametrize("kind", KINDS)
 def test_deviations_of_groups_that_are_hardly_planes(kind, fit):
     xyz, _, index, sigma, want = _case(kind, COUNT["numpy"], 4, "float64", fit, True)
@@ -263,7 +253,7 @@ def test_deviations_of_groups_that_are_hardly_planes(kind, fit):
     assert (off <= want.d_error).all()
 
 
-@pytest.mark.parametrize("backend", ["numpy", "cython", "numba", "torch", "triton"])
+@everywhere
 def test_a_line_costs_its_constant(backend):
     """For two points, Newton's method once took the line for its normal."""
     xyz = np.array(
@@ -272,16 +262,7 @@ def test_a_line_costs_its_constant(backend):
             [1.7025091160414167, -0.4232716747358015, -1.0797208518947203],
         ]
     )
-    groups = [([[0, 1, 0, 1]], [0.02])]
-    if backend in ("torch", "triton"):
-        pytest.importorskip(backend)
-        torch = pytest.importorskip("torch")
-        xyz = torch.tensor(xyz, requires_grad=True)
-        value = fusedops.planarity_nll(xyz, groups, backend=backend)
-        value.backward()
-        value, gradient = value.item(), xyz.grad.numpy()
-    else:
-        value, pullback = fusedops.planarity_nll.vjp(xyz, groups, backend=backend)
-        (gradient,) = pullback(1.0)
+    planes = fusedops.Planes([([[0, 1, 0, 1]], [0.02])])
+    value, gradient, _ = results(backend, (xyz, xyz), planes, "uniform")
     assert value == pytest.approx(4 * (np.log(0.02) + 0.5 * np.log(2 * np.pi)), rel=1e-14)
     np.testing.assert_array_equal(gradient, 0)
