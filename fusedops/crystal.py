@@ -1,6 +1,9 @@
 """Maps of crystals: their symmetry, and their structure factors.
 
 Both are linear in the map, so each has its adjoint for a gradient, and derivatives of every order.
+They are no primitives of the frame because it declares, casts and checks real numbers alone, and
+structure factors are complex.
+
 One file, from top to bottom: linear functions, symmetry operations on a grid, and Fourier
 transforms.
 """

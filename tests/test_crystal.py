@@ -108,24 +108,6 @@ class TestSymmetrize:
             unit.flat[k] = 1
             assert dmap.flat[k] == (symmetrize(unit, operations) * cotangent).sum()
 
-    def test_atoms_are_copied(self, gemmi):
-        group = gemmi.SpaceGroup("P 31 2 1")
-        cell = np.array(gemmi.UnitCell(9, 9, 12, 90, 90, 120).orth.mat.tolist())
-        x = np.array([0.13, 0.41, 0.22])
-        copies = np.array([op.apply_to_xyz(x.tolist()) for op in group.operations()])
-
-        def density(x):
-            n = len(x)
-            atoms = x @ cell.T, np.full(n, 30.0), np.ones(n)
-            return fusedops.gaussian_density(
-                *atoms, np.full((n, 1), 6.0), np.full((n, 1), 9.0), cell, (18, 18, 24)
-            )
-
-        found = symmetrize(density(x[None]), group.operations())
-        expected = density(copies)
-        assert abs(expected).max() > 0.5
-        np.testing.assert_allclose(found, expected, atol=1e-6 * expected.max())
-
     @pytest.mark.parametrize("dtype", [np.float32, np.float64])
     @pytest.mark.parametrize("threads", [1, 3])
     def test_many_planes_and_any_layout(self, monkeypatch, dtype, threads):
@@ -160,25 +142,25 @@ class TestSymmetrize:
         symmetrize(np.zeros(fitting), operations)
 
     @pytest.mark.parametrize(
-        ("change", "kind", "message"),
+        ("change", "message"),
         [
-            ({"map": np.zeros((4, 4))}, ValueError, r"map has shape \(4, 4\)"),
-            ({"map": np.zeros((4, 0, 4))}, ValueError, r"map has shape \(4, 0, 4\)"),
-            ({"map": np.zeros((4, 4, 4), int)}, TypeError, "map has dtype int64"),
-            ({"map": None}, TypeError, "map is None"),
-            ({"operations": 3}, TypeError, "operations is a int"),
-            ({"operations": []}, ValueError, "operations is empty"),
-            ({"operations": ["x,y,z"]}, TypeError, r"operations\[0\] has dtype"),
-            ({"operations": [IDENTITY, np.eye(3)]}, ValueError, r"operations\[1\] has shape"),
-            ({"operations": [2 * IDENTITY]}, ValueError, r"operations\[0\] has the rotation"),
-            ({"operations": [IDENTITY / 2]}, ValueError, "determinant 1 or -1"),
-            ({"operations": [IDENTITY * np.nan]}, ValueError, "determinant 1 or -1"),
-            ({"operations": [IDENTITY + [0, 0, 0, 0.1]]}, ValueError, "multiples of 1/24"),
-            ({"operations": [IDENTITY + [0, 0, 0, np.inf]]}, ValueError, "multiples of 1/24"),
+            ({"map": np.zeros((4, 4))}, r"map has shape \(4, 4\)"),
+            ({"map": np.zeros((4, 0, 4))}, r"map has shape \(4, 0, 4\)"),
+            ({"map": np.zeros((4, 4, 4), int)}, "map has dtype int64"),
+            ({"map": None}, "map is None"),
+            ({"operations": 3}, "operations is a int"),
+            ({"operations": []}, "operations is empty"),
+            ({"operations": ["x,y,z"]}, r"operations\[0\] has dtype"),
+            ({"operations": [IDENTITY, np.eye(3)]}, r"operations\[1\] has shape"),
+            ({"operations": [2 * IDENTITY]}, r"operations\[0\] has the rotation"),
+            ({"operations": [IDENTITY / 2]}, "determinant 1 or -1"),
+            ({"operations": [IDENTITY * np.nan]}, "determinant 1 or -1"),
+            ({"operations": [IDENTITY + [0, 0, 0, 0.1]]}, "multiples of 1/24"),
+            ({"operations": [IDENTITY + [0, 0, 0, np.inf]]}, "multiples of 1/24"),
         ],
     )
-    def test_bad_arguments(self, change, kind, message):
-        with pytest.raises(kind, match=f"symmetrize: {message}|symmetrize: .*{message}"):
+    def test_bad_arguments(self, change, message):
+        with pytest.raises((TypeError, ValueError), match=f"symmetrize: (.*)?{message}"):
             symmetrize(**{"map": np.zeros((4, 4, 4)), "operations": [IDENTITY], **change})
 
 
@@ -284,44 +266,36 @@ class TestStructureFactors:
             reflections.shape = (1, 1, 1)
 
     @pytest.mark.parametrize(
-        ("change", "kind", "message"),
+        ("change", "message"),
         [
-            (
-                {"map": np.zeros((4, 4, 4))},
-                ValueError,
-                r"\(4, 4, 4\); the Reflections has \(4, 5, 6",
-            ),
-            ({"cell": OBLIQUE}, TypeError, "cell, blur and operations belong to it"),
-            ({"blur": 1.0}, TypeError, "cell, blur and operations belong to it"),
-            ({"operations": [IDENTITY]}, TypeError, "cell, blur and operations belong to it"),
-            ({"hkl": [[1, 0, 0]]}, TypeError, "cell is None; it should be given, unless hkl is"),
+            ({"map": np.zeros((4, 4, 4))}, r"\(4, 4, 4\); the Reflections has \(4, 5, 6"),
+            ({"cell": OBLIQUE}, "cell, blur and operations belong to it"),
+            ({"blur": 1.0}, "cell, blur and operations belong to it"),
+            ({"operations": [IDENTITY]}, "cell, blur and operations belong to it"),
+            ({"hkl": [[1, 0, 0]]}, "cell is None; it should be given, unless hkl is"),
         ],
     )
-    def test_wrong_arguments_beside_reflections(self, change, kind, message):
+    def test_wrong_arguments_beside_reflections(self, change, message):
         given = {"map": np.zeros((4, 5, 6))}
         given["hkl"] = crystal.Reflections([[1, 0, 0]], OBLIQUE, (4, 5, 6))
-        with pytest.raises(kind, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             structure_factors(**(given | change))
 
     @pytest.mark.parametrize(
-        ("change", "kind", "message"),
+        ("change", "message"),
         [
-            (
-                {"hkl": [[0, 2, 2]]},
-                ValueError,
-                r"Reflections: hkl\[0\] is \(0, 2, 2\); .* equivalents",
-            ),
-            ({"grid_shape": (4, 5)}, ValueError, "Reflections: grid_shape"),
-            ({"operations": []}, ValueError, "Reflections: operations is empty"),
-            ({"blur": np.nan}, ValueError, "Reflections: blur is nan"),
-            ({"cell": np.eye(2)}, ValueError, "Reflections: cell has shape"),
+            ({"hkl": [[0, 2, 2]]}, r"hkl\[0\] is \(0, 2, 2\); .* equivalents"),
+            ({"grid_shape": (4, 5)}, "grid_shape"),
+            ({"operations": []}, "operations is empty"),
+            ({"blur": np.nan}, "blur is nan"),
+            ({"cell": np.eye(2)}, "cell has shape"),
         ],
     )
-    def test_no_reflections_of_a_map(self, change, kind, message):
+    def test_no_reflections_of_a_map(self, change, message):
         """An operation turns (0, 2, 2) beyond the limit of the first axis."""
         turn = [[0, 0, 1, 0], [1, 0, 0, 0], [0, 1, 0, 0]]
         given = {"hkl": [[1, 0, 0]], "cell": OBLIQUE, "grid_shape": (4, 5, 6), "operations": [turn]}
-        with pytest.raises(kind, match=message):
+        with pytest.raises(ValueError, match=f"Reflections: {message}"):
             crystal.Reflections(**(given | change))
 
     def test_no_reflections(self):
@@ -330,26 +304,26 @@ class TestStructureFactors:
         np.testing.assert_array_equal(pullback(found)[0], np.zeros((4, 4, 4)))
 
     @pytest.mark.parametrize(
-        ("change", "kind", "message"),
+        ("change", "message"),
         [
-            ({"map": np.zeros(4)}, ValueError, r"map has shape \(4,\)"),
-            ({"map": np.zeros((2, 2, 2), complex)}, TypeError, "map has dtype complex128"),
-            ({"hkl": [[1, 2]]}, ValueError, r"hkl has shape \(1, 2\)"),
-            ({"hkl": [[1.0, 2, 3]]}, TypeError, "hkl has dtype float64"),
-            ({"hkl": [[0, 1, 0], [0, -3, 1]]}, ValueError, r"hkl\[1\] is \(0, -3, 1\)"),
-            ({"hkl": [[2, 0, 0]]}, ValueError, r"below half of the map's shape \(4, 5, 6\)"),
-            ({"hkl": [[2**62, 0, 0]]}, ValueError, r"hkl\[0\] is \(4611686018427387904, 0, 0\)"),
-            ({"hkl": [[0, 0, 0], [0, 0, -(2**63)]]}, ValueError, r"hkl\[1\] is"),
-            ({"cell": np.eye(2)}, ValueError, r"cell has shape \(2, 2\)"),
-            ({"cell": np.zeros((3, 3))}, ValueError, "with a volume"),
-            ({"blur": np.nan}, ValueError, "blur is nan"),
-            ({"blur": "2"}, TypeError, "blur is a str; it should be a number"),
-            ({"blur": 1e9}, ValueError, "blur is 1000000000.0; it should be so small"),
+            ({"map": np.zeros(4)}, r"map has shape \(4,\)"),
+            ({"map": np.zeros((2, 2, 2), complex)}, "map has dtype complex128"),
+            ({"hkl": [[1, 2]]}, r"hkl has shape \(1, 2\)"),
+            ({"hkl": [[1.0, 2, 3]]}, "hkl has dtype float64"),
+            ({"hkl": [[0, 1, 0], [0, -3, 1]]}, r"hkl\[1\] is \(0, -3, 1\)"),
+            ({"hkl": [[2, 0, 0]]}, r"below half of the map's shape \(4, 5, 6\)"),
+            ({"hkl": [[2**62, 0, 0]]}, r"hkl\[0\] is \(4611686018427387904, 0, 0\)"),
+            ({"hkl": [[0, 0, 0], [0, 0, -(2**63)]]}, r"hkl\[1\] is"),
+            ({"cell": np.eye(2)}, r"cell has shape \(2, 2\)"),
+            ({"cell": np.zeros((3, 3))}, "with a volume"),
+            ({"blur": np.nan}, "blur is nan"),
+            ({"blur": "2"}, "blur is a str; it should be a number"),
+            ({"blur": 1e9}, "blur is 1000000000.0; it should be so small"),
         ],
     )
-    def test_bad_arguments(self, change, kind, message):
+    def test_bad_arguments(self, change, message):
         arguments = {"map": np.zeros((4, 5, 6)), "hkl": [[1, 2, -1]], "cell": OBLIQUE, **change}
-        with pytest.raises(kind, match=f"structure_factors: .*{message}"):
+        with pytest.raises((TypeError, ValueError), match=f"structure_factors: .*{message}"):
             structure_factors(**arguments)
 
     def test_bad_cotangents(self):
@@ -441,16 +415,15 @@ def refinement(atoms, anisotropic):
     return (rng.uniform(0, 9, (atoms, 3)), b, rng.uniform(0.5, 1, atoms)), hkl, amplitudes
 
 
-def density_arguments(parts):
-    # So far out that no voxel's change of sides shows in differences.
-    more = [np.repeat(factor, len(parts[0]), 0) for factor in FACTORS]
-    return (*parts, *more, HEXAGONAL, GRID), {"radius": 5.0}
+def with_factors(parts):
+    return (*parts, *(np.repeat(factor, len(parts[0]), 0) for factor in FACTORS))
 
 
 def value_and_gradients(parts, hkl, amplitudes):
     """Return Σ (|F| - A)² and its gradients, by the pullbacks of NumPy."""
-    arguments, options = density_arguments(parts)
-    map, to_atoms = fusedops.gaussian_density.vjp(*arguments, **options)
+    # So far out that no voxel's change of sides shows in differences.
+    atoms = with_factors(parts)
+    map, to_atoms = fusedops.gaussian_density.vjp(*atoms, HEXAGONAL, GRID, radius=5.0)
     map, to_unit = symmetrize.vjp(map, GROUP)
     F, to_map = structure_factors.vjp(map, hkl, HEXAGONAL, blur=BLUR)
     off = abs(F) - amplitudes
@@ -458,62 +431,25 @@ def value_and_gradients(parts, hkl, amplitudes):
     return (off**2).sum(), to_atoms(*to_unit(dmap))
 
 
-def torch_value(torch, parts, hkl, amplitudes):
-    more = [torch.tensor(np.repeat(factor, len(parts[0]), 0)) for factor in FACTORS]
-    map = fusedops.gaussian_density(*parts, *more, HEXAGONAL, GRID, radius=5.0)
-    F = structure_factors(symmetrize(map, GROUP), hkl, HEXAGONAL, blur=BLUR)
-    return (F.abs() - torch.tensor(amplitudes)).square().sum()
-
-
 @pytest.mark.parametrize("anisotropic", [False, True], ids=["B", "U"])
-class TestTheWholeChain:
-    def test_gradients_against_central_differences(self, anisotropic):
-        parts, *fixed = refinement(2, anisotropic)
-        value, gradients = value_and_gradients(parts, *fixed)
-        assert value > 100
-        for part, gradient in zip(parts, gradients, strict=True):
-            step = 1e-5 if part.ndim == 1 or part is parts[0] else 1e-6
-            for k in range(part.size):
-                before = part.flat[k]
-                both = []
-                for sign in (1, -1):
-                    part.flat[k] = before + sign * step
-                    both.append(value_and_gradients(parts, *fixed)[0])
-                part.flat[k] = before
-                difference = (both[0] - both[1]) / (2 * step)
-                assert abs(gradient).max() > 1
-                scale = abs(gradient).max()
-                assert gradient.flat[k] == pytest.approx(difference, rel=1e-6, abs=1e-7 * scale)
+def test_gradients_of_the_whole_chain(torch, anisotropic):
+    """NumPy's pullbacks, torch's autograd and differences agree, of the second order too."""
+    parts, hkl, amplitudes = refinement(3, anisotropic)
+    value, gradients = value_and_gradients(parts, hkl, amplitudes)
 
-    def test_gradients_of_torch(self, torch, anisotropic):
-        parts, *fixed = refinement(3, anisotropic)
-        value, gradients = value_and_gradients(parts, *fixed)
-        tensors = [torch.tensor(part, requires_grad=True) for part in parts]
-        found = torch_value(torch, tensors, *fixed)
-        assert found.item() == pytest.approx(value, rel=1e-12)
-        for dx, expected in zip(torch.autograd.grad(found, tensors), gradients, strict=True):
-            np.testing.assert_allclose(dx, expected, rtol=1e-9, atol=1e-9 * abs(expected).max())
+    def target(*parts):
+        atoms = (torch.as_tensor(array) for array in with_factors(parts))
+        map = fusedops.gaussian_density(*atoms, HEXAGONAL, GRID, radius=5.0)
+        F = structure_factors(symmetrize(map, GROUP), hkl, HEXAGONAL, blur=BLUR)
+        return (F.abs() - torch.tensor(amplitudes)).square().sum()
 
-    def test_second_derivatives_against_central_differences(self, torch, anisotropic):
-        parts, *fixed = refinement(2, anisotropic)
-        rng = np.random.default_rng(5)
-        along = [rng.normal(size=part.shape) for part in parts]
-        if anisotropic:
-            along[1] /= 100
-        tensors = [torch.tensor(part, requires_grad=True) for part in parts]
-        value = torch_value(torch, tensors, *fixed)
-        gradients = torch.autograd.grad(value, tensors, create_graph=True)
-        slope = sum((g * torch.tensor(v)).sum() for g, v in zip(gradients, along, strict=True))
-        step = 1e-4
-        there, back = (
-            value_and_gradients(
-                [part + sign * step * v for part, v in zip(parts, along, strict=True)], *fixed
-            )[1]
-            for sign in (1, -1)
-        )
-        for found, up, down in zip(torch.autograd.grad(slope, tensors), there, back, strict=True):
-            difference = (up - down) / (2 * step)
-            np.testing.assert_allclose(found, difference, atol=1e-5 * abs(difference).max())
+    tensors = [torch.tensor(part, requires_grad=True) for part in parts]
+    found = target(*tensors)
+    assert found.item() == pytest.approx(value, rel=1e-12)
+    for dx, expected in zip(torch.autograd.grad(found, tensors), gradients, strict=True):
+        np.testing.assert_allclose(dx, expected, rtol=1e-9, atol=1e-9 * abs(expected).max())
+    for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+        assert check(target, tensors, eps=1e-6, rtol=1e-5, atol=1e-4, fast_mode=True)
 
 
 CALLS = {
@@ -557,15 +493,6 @@ class TestTorch:
         expected = torch.stack([torch.func.grad(size)(map) for map in maps.unbind(1)])
         torch.testing.assert_close(gradients, expected)
 
-    # The compiler looks at the result's grad.
-    @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-    def test_it_compiles_with_a_graph_break(self, torch, call):
-        map = torch.tensor(random((3, 3, 6)), requires_grad=True)
-        compiled = torch.compile(lambda map: 2 * call(map), backend="eager")
-        torch.testing.assert_close(compiled(map), 2 * call(map))
-        compiled(map).abs().sum().backward()
-        assert map.grad.abs().sum() > 0
-
     def test_vjp_is_for_arrays(self, torch, call):
         op = symmetrize if "symmetrize" in call.__code__.co_names else structure_factors
         rest = ([IDENTITY],) if op is symmetrize else ([[1, 0, 0]], HEXAGONAL)
@@ -574,6 +501,20 @@ class TestTorch:
         _, pullback = op.vjp(np.zeros((3, 3, 6)), *rest)
         with pytest.raises(TypeError, match="the cotangent is a tensor"):
             pullback(torch.zeros(1))
+
+
+# The compiler looks at the result's grad.
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_they_compile_with_a_graph_break(torch):
+    map = torch.tensor(random((3, 3, 6)), requires_grad=True)
+
+    def both(map):
+        return 2 * CALLS["structure_factors"](CALLS["symmetrize"](map))
+
+    compiled = torch.compile(both, backend="eager")
+    torch.testing.assert_close(compiled(map), both(map))
+    compiled(map).abs().sum().backward()
+    assert map.grad.abs().sum() > 0
 
 
 def test_the_formula_for_a_gpu(torch, monkeypatch):
