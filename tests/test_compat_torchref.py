@@ -22,6 +22,8 @@ torch = pytest.importorskip("torch")
 
 import fusedops  # noqa: E402
 import fusedops.compat.torchref as compat  # noqa: E402
+from densities import Problem, direct  # noqa: E402
+from fusedops.density import atom_radius  # noqa: E402
 from fusedops.samples import atoms_in, cubes  # noqa: E402
 
 CELL = np.array([[16.0, -2.0, 1.0], [0.0, 15.0, -1.0], [0.0, 0.0, 14.0]])  # Å
@@ -51,35 +53,14 @@ def atoms(count, anisotropic=False, dtype=torch.float64):
     return [torch.tensor(array, dtype=dtype) for array in arrays]
 
 
-def summed(xyz, b, occupancy, A, B, n_sigma=3.0):
-    """Return the density by TorchRef's rules: radii, clamped widths, and atoms in spheres.
-
-    A voxel is at the nearest image of an atom: no sphere is as large as the cell.
-    """
-    cell = torch.tensor(CELL)
-    axes = [torch.arange(n, dtype=torch.float64) / n for n in SHAPE]
-    at = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1)
-    off = at[None] - (xyz @ cell.inverse().T)[:, None, None, None]
-    w = (off - off.round()) @ cell.T
-    square = w.square().sum(-1)
-    eight = 8 * math.pi**2
+def summed(*atoms, n_sigma=3.0):
+    """Return the density by TorchRef's rules: radii, clamped widths, and atoms in spheres."""
+    xyz, b, occupancy, A, B = atoms
+    radius = atom_radius(b, B, n_sigma=n_sigma).clamp(max=7)
+    p = Problem(*(x.detach().numpy() for x in (*atoms, radius)), CELL, SHAPE, None)
     if b.ndim == 1:
-        M = ((B + b[:, None]) / 4).clamp(min=0.1)
-        q, root = square[..., None] / M[:, None, None, None], M**1.5
-        spread = b / eight
-    else:
-        order = [[0, 3, 4], [3, 1, 5], [4, 5, 2]]
-        U = b[:, order]
-        M = (B[..., None, None] * torch.eye(3) + eight * U[:, None]) / 4
-        q = torch.einsum("axyzi,agij,axyzj->axyzg", w, M.inverse(), w)
-        root = M.det().sqrt()
-        spread = torch.linalg.eigvalsh(U)[:, -1]
-    radius = n_sigma * (B.amax(1) / eight + spread).clamp(min=1e-6).sqrt()
-    radius = ((radius / 0.25).ceil() * 0.25).clamp(2, 7)
-    terms = (A * occupancy[:, None] * math.pi**1.5 / root)[:, None, None, None]
-    rho = (terms * (-(math.pi**2) * q).exp()).sum(-1)
-    # Ours has a little more room, against rounding.
-    return (rho * (square <= (radius[:, None, None, None] * (1 + 5e-6)) ** 2)).sum(0)
+        B = (B + b[:, None]).clamp(min=0.4) - b[:, None]
+    return direct(p)(xyz, b, occupancy, A, B)
 
 
 def assert_close(found, expected, tolerance=1e-10):
@@ -93,13 +74,19 @@ def matrices():
     return cell.inverse(), cell
 
 
+def drawn(isotropic, anisotropic=(), **options):
+    """Return the density that takes TorchRef's place, in float64."""
+    options = {"dtype": torch.float64, **options}
+    return compat.build_electron_density(
+        SHAPE, "cpu", *isotropic, *matrices(), *anisotropic, **options
+    )
+
+
 def test_isotropic_and_anisotropic_atoms_together():
     isotropic, anisotropic = atoms(9), atoms(7, anisotropic=True)
     leaves = [x.requires_grad_() for kind in (isotropic, anisotropic) for x in kind[:3]]
     expected = summed(*isotropic) + summed(*anisotropic)
-    found = compat.build_electron_density(
-        SHAPE, torch.device("cpu"), *isotropic, *matrices(), *anisotropic, dtype=torch.float64
-    )
+    found = drawn(isotropic, anisotropic)
     assert_close(found, expected)
     seed = torch.tensor(np.random.default_rng(1).normal(size=SHAPE))
     gradients = (torch.autograd.grad((rho * seed).sum(), leaves) for rho in (found, expected))
@@ -108,10 +95,9 @@ def test_isotropic_and_anisotropic_atoms_together():
 
 
 def test_a_clamped_gaussian_has_no_gradient_by_b():
-    (xyz, b, occupancy, A, B), at = atoms(1), matrices()
+    xyz, b, occupancy, A, B = atoms(1)
     b = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
-    B = torch.zeros_like(B)
-    rho = compat.build_electron_density(SHAPE, "cpu", xyz, b, occupancy, A, B, *at)
+    rho = drawn([xyz, b, occupancy, A, torch.zeros_like(B)])
     assert rho.abs().max() > 0
     (db,) = torch.autograd.grad(rho.sum(), b)
     assert db.item() == 0
@@ -120,13 +106,10 @@ def test_a_clamped_gaussian_has_no_gradient_by_b():
 def test_atoms_that_are_not_finite():
     isotropic, anisotropic = atoms(3), atoms(3, anisotropic=True)
     isotropic[1][2] = anisotropic[1][2] = math.nan
-    none, options = [x[:0] for x in isotropic], {"dtype": torch.float64}
     with pytest.raises(ValueError, match=r"b\[2\] is nan; it should be finite"):
-        compat.build_electron_density(SHAPE, "cpu", *isotropic, *matrices(), **options)
+        drawn(isotropic)
     with pytest.warns(RuntimeWarning, match="1 of 3 atoms are left out"):
-        found = compat.build_electron_density(
-            SHAPE, "cpu", *none, *matrices(), *anisotropic, **options
-        )
+        found = drawn([x[:0] for x in isotropic], anisotropic)
     assert_close(found, summed(*(x[:2] for x in anisotropic)))
 
 
@@ -179,28 +162,19 @@ def test_an_atom_that_is_not_finite_in_a_cell_with_a_gradient():
 
 @pytest.mark.parametrize("which", ["isotropic", "anisotropic", "neither"])
 def test_atoms_of_one_kind_may_be_none(which):
-    isotropic, anisotropic = atoms(4), atoms(4, anisotropic=True)
-    expected = torch.zeros(SHAPE, dtype=torch.float64)
-    if which == "isotropic":
-        expected = summed(*isotropic)
-    else:
-        isotropic = [x[:0] for x in isotropic]
-    if which == "anisotropic":
-        expected = summed(*anisotropic)
-    else:
-        anisotropic = [x[:0] for x in anisotropic]
-    options = {"dtype": torch.float64}
-    for more in (anisotropic, []) if which != "anisotropic" else (anisotropic,):
-        found = compat.build_electron_density(
-            SHAPE, "cpu", *isotropic, *matrices(), *more, **options
-        )
-        assert_close(found, expected)
+    kinds = {"isotropic": atoms(4), "anisotropic": atoms(4, anisotropic=True)}
+    given = {name: kind if name == which else [x[:0] for x in kind] for name, kind in kinds.items()}
+    none = torch.zeros(SHAPE, dtype=torch.float64)
+    expected = none if which == "neither" else summed(*kinds[which])
+    assert_close(drawn(*given.values()), expected)
+    if which != "anisotropic":
+        assert_close(drawn(given["isotropic"]), expected)
 
 
 def test_the_default_dtype_is_float32():
     if "torchref.config" in sys.modules:
         pytest.skip("TorchRef says which")
-    found = compat.build_electron_density(SHAPE, "cpu", *atoms(3), *matrices())
+    found = drawn(atoms(3), dtype=None)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), summed(*atoms(3)), atol=2e-5, rtol=2e-5)
 
@@ -221,21 +195,17 @@ def test_the_settings_of_torchref(monkeypatch):
         return density(*args, backend=backend, **options)
 
     monkeypatch.setattr(compat, "gaussian_density", watched)
-    at = matrices()
-    found = compat.build_electron_density(SHAPE, "cpu", *atoms(3), *at)
-    assert_close(found, summed(*atoms(3), n_sigma=2.0))
-    compat.build_electron_density(SHAPE, "cpu", *atoms(3), *at, force_portable=False)
+    assert_close(drawn(atoms(3), dtype=None), summed(*atoms(3), n_sigma=2.0))
+    drawn(atoms(3), force_portable=False)
     assert asked == ["torch", None]
 
 
 def test_a_radius_is_at_most_torchrefs():
     """Beyond 7 Å an atom of any B is cut."""
-    (xyz, _, occupancy, A, B), at = atoms(1), matrices()
-    b = torch.tensor([900.0], dtype=torch.float64)
-    rho = compat.build_electron_density(
-        SHAPE, "cpu", xyz, b, occupancy, A, B, *at, dtype=torch.float64
-    )
-    assert_close(rho, summed(xyz, b, occupancy, A, B))
+    xyz, b, *others = atoms(1)
+    kind = xyz, torch.full_like(b, 900.0), *others
+    rho = drawn(kind)
+    assert_close(rho, summed(*kind))
     assert (rho == 0).any()
 
 
