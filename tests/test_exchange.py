@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from fusedops.distributed import exchange, share  # noqa: E402
 from replicated import Enter, shard, whole  # noqa: E402
-from worlds import device, on_ranks  # noqa: E402
+from worlds import WORLDS, device, on_ranks  # noqa: E402
 
 #: Sizes of shards for two and three ranks: ones that don't divide, and an empty shard.
 SIZES = {"uneven": {2: (3, 2), 3: (1, 3, 2)}, "empty": {2: (0, 4), 3: (3, 0, 1)}}
@@ -133,7 +133,8 @@ def test_share_is_ddp_without_its_division():
     torch.testing.assert_close(list(torch.autograd.grad(loss, linear.parameters())), want)
 
 
-@on_ranks
+# Torch's compiler is imported on every rank, for seconds.
+@on_ranks(worlds=WORLDS[::2])
 def test_a_compiled_function_ends_its_graph():
     P = dist.get_world_size()
     x = values(P, P).requires_grad_()

@@ -15,7 +15,7 @@ if not (dist.is_available() and dist.is_gloo_available()):
 
 from fusedops import distributed  # noqa: E402
 from fusedops.distributed import dtensors, exchanges, graphs, sequences, triangles  # noqa: E402
-from worlds import World, on_ranks  # noqa: E402
+from worlds import WORLDS, World, on_ranks  # noqa: E402
 
 #: A test of derivatives of second order, or third, for each function.
 TESTS = {
@@ -55,7 +55,7 @@ def run(op):
 
 
 @pytest.mark.parametrize("op", BACKWARDS)
-@on_ranks
+@on_ranks(worlds=WORLDS[::2])
 def test_a_silent_backward_shows(op):
     """A collective on raw tensors in a backward, the usual pattern, loses higher derivatives."""
     for node in BACKWARDS[op]:
