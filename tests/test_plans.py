@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.util
 import inspect
 import itertools
 import sys
@@ -21,13 +20,11 @@ from bench.workloads import WORKLOADS, Source
 from fusedops._frame import kinds
 from fusedops.conv.op import conv
 from fusedops.wigner import wigner_d
-from places import needs_triton
+from places import HAS_TORCH, needs_torch, needs_triton
 
-HAS_TORCH = importlib.util.find_spec("torch") is not None
 if HAS_TORCH:
     import torch
 
-needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
 FRAMEWORKS = ["numpy", pytest.param("torch", marks=needs_torch)]
 OPS = {w.op.__name__: w for w in reversed(WORKLOADS) if w.device == "cpu" and not w.needs}
 
@@ -114,13 +111,6 @@ def test_another_kind_is_checked(change):
         assert len(entered) == 2
 
 
-def test_read_only_and_unaligned_are_two_kinds():
-    with checks(fusedops.dynamic_conv) as entered:
-        for x in (frozen, unaligned):
-            fusedops.dynamic_conv(**convolved(x=x))
-    assert len(entered) == 2
-
-
 def test_read_only_arrays_compile_nothing():
     """Numba would compile a kernel of its own for them, for seconds."""
     pytest.importorskip("numba")
@@ -141,14 +131,15 @@ def test_read_only_arrays_compile_nothing():
     assert not given["x"].flags.writeable
 
 
-def test_the_backend_of_a_context_makes_another_kind():
+def test_other_kinds_differ_among_themselves_and_in_the_context():
     with checks(fusedops.dynamic_conv) as entered:
-        fusedops.dynamic_conv(**convolved())
+        for number, x in enumerate((np.ones((1, 8, 4)), frozen, unaligned)):
+            fusedops.dynamic_conv(**convolved(x=x))
+            assert len(entered) == number + 1
         with fusedops.use_backend("numpy"):
             fusedops.dynamic_conv(**convolved())
-            assert len(entered) == 2
         fusedops.dynamic_conv(**convolved())
-        assert len(entered) == 2
+    assert len(entered) == 4
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
