@@ -55,7 +55,7 @@ def cases() -> list[Case]:
     add("plain-incoming", (1, 5, 8, 9), "incoming", "hidden", norms=False, mask=False)
     add("one-residue", (2, 1, 5, 7), "outgoing", biases=True)
     add("one-channel", (1, 3, 1, 1), "incoming", biases=True, mask=False)
-    add("wide", (1, 3, 70, 33), "incoming", mask=False)
+    add("wide", (1, 3, 70, 33), "incoming", mask=False, hidden=False)
     add("long", (1, 19, 6, 8), "outgoing", "hidden", mask=True, biases=True)
     add("narrower", (1, 5, 9, 8), "outgoing", D=5, biases=True)
     add("wider", (2, 4, 8, 9), "incoming", "hidden", D=19, biases=True, hidden=False)
