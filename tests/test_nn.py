@@ -1,11 +1,8 @@
-"""The modules, against their formulas in plain PyTorch."""
+"""DynamicShortConvolution and TriangleMultiplicativeUpdate, against formulas in plain PyTorch."""
 
 from __future__ import annotations
 
 import copy
-import pickle
-import subprocess
-import sys
 from typing import get_args
 
 import numpy as np
@@ -15,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 import fusedops  # noqa: E402
 import fusedops.nn  # noqa: E402
+from formulas import PROGRAMS, OfBoltz, OfGpuMode, OfMultimer, OfOpenFold, update_of  # noqa: E402
 from fusedops import use_backend  # noqa: E402
 from fusedops._frame import registry  # noqa: E402
 from fusedops.compat import cuequivariance  # noqa: E402
@@ -34,6 +32,10 @@ def seed():
 
 def identity(x):
     return x
+
+
+def tanh_gelu(x):
+    return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
 
 GENERATOR_ACTIVATIONS = {
@@ -59,11 +61,8 @@ GENERATOR_ACTIVATIONS = {
     "xielu": lambda x: torch.where(
         x > 0, 0.8 * x * x + 0.5 * x, (x.clip(max=-1e-6).expm1() - x) * 0.8 + 0.5 * x
     ),
+    **{f"gelu_{n}": tanh_gelu for n in ("accurate", "fast", "new", "python_tanh", "pytorch_tanh")},
 }
-for _name in ("accurate", "fast", "new", "python_tanh", "pytorch_tanh"):
-    GENERATOR_ACTIVATIONS[f"gelu_{_name}"] = lambda x: (
-        0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
-    )
 
 
 def example(hidden_size=6, kernel_size=4, dtype=torch.float64, **options):
@@ -74,19 +73,17 @@ def example(hidden_size=6, kernel_size=4, dtype=torch.float64, **options):
     return module, torch.randn(2, 9, hidden_size, dtype=dtype)
 
 
-def formula(module, x, generator_input=None, activation=F.silu, generator_activation=F.silu):
+def formula(module, x, generator_input=None, activation=F.silu):
     weights = dict(module.named_parameters())
     W = module.kernel_size
-    hidden = F.linear(
-        x if generator_input is None else generator_input, weights["kernel_generator.w1.weight"]
+    hidden = F.silu(
+        F.linear(
+            x if generator_input is None else generator_input, weights["kernel_generator.w1.weight"]
+        )
     )
-    kernels = F.linear(
-        generator_activation(hidden),
-        weights["kernel_generator.w2.weight"],
-        weights["kernel_generator.w2.bias"],
-    )
+    last = weights["kernel_generator.w2.weight"], weights["kernel_generator.w2.bias"]
     windows = F.pad(x, (0, 0, W - 1, 0)).unfold(1, W, 1)
-    return activation((windows * kernels.reshape(windows.shape)).sum(-1))
+    return activation((windows * F.linear(hidden, *last).reshape(windows.shape)).sum(-1))
 
 
 def gradients(module, y, *inputs):
@@ -112,19 +109,24 @@ def test_the_type_of_an_activation_names_them_all():
 
 @pytest.mark.parametrize("name", fusedops.nn.GENERATOR_ACTIVATIONS)
 def test_activations_of_the_generator(name):
-    module, x = example(generator_activation=name, activation="swish")
-    # `example` draws parameters of the activation too; they are float32 numbers.
-    module.kernel_generator.act = fusedops.nn.GENERATOR_ACTIVATIONS[name]().double()
-    want = formula(module, x, generator_activation=GENERATOR_ACTIVATIONS[name])
-    torch.testing.assert_close(module(x)[0], want, rtol=1e-5, atol=1e-6)
+    activation = DynamicShortConvolution(6, 4, generator_activation=name).kernel_generator.act
+    x = torch.linspace(-12, 12, 97)
+    torch.testing.assert_close(activation(x), GENERATOR_ACTIVATIONS[name](x), rtol=1e-5, atol=1e-5)
 
 
-def test_the_generator_may_have_another_input_and_fewer_hidden_units():
-    module, x = example(generator_input_size=5, generator_reduction=3)
-    u = torch.randn(2, 9, 5, dtype=x.dtype, requires_grad=True)
-    assert module.generator_hidden_size == 2
-    y = module(x, generator_input=u)[0]
-    want = formula(module, x, u)
+def test_a_state_dict_of_jet_nemotron_loads():
+    """Its generator may have another input and fewer hidden units."""
+    shapes = {
+        "kernel_generator.w1.weight": (4, 5),
+        "kernel_generator.w2.weight": (32, 4),
+        "kernel_generator.w2.bias": (32,),
+    }
+    module = DynamicShortConvolution(8, 4, generator_input_size=5, generator_reduction=2).double()
+    assert module.generator_hidden_size == 4
+    assert {name: tensor.shape for name, tensor in module.state_dict().items()} == shapes
+    module.load_state_dict({n: torch.randn(shape).double() for n, shape in shapes.items()})
+    x, u = (torch.randn(2, 9, size, dtype=torch.float64).requires_grad_() for size in (8, 5))
+    y, want = module(x, generator_input=u)[0], formula(module, x, u)
     torch.testing.assert_close(y, want, **TOLERANCE)
     torch.testing.assert_close(gradients(module, y, u), gradients(module, want, u), **TOLERANCE)
 
@@ -136,22 +138,6 @@ def test_kernels_are_laid_out_by_channel_then_tap():
     assert kernels.shape == (2, 9, 6, 4)
     assert torch.equal(kernels[..., 3, 1], flat[..., 3 * 4 + 1])
     torch.testing.assert_close(module.get_kernel(x[:, 2]), kernels[:, 2], **TOLERANCE)
-
-
-def test_a_state_dict_of_jet_nemotron_loads():
-    shapes = {
-        "kernel_generator.w1.weight": (4, 5),
-        "kernel_generator.w2.weight": (32, 4),
-        "kernel_generator.w2.bias": (32,),
-    }
-    module = DynamicShortConvolution(8, 4, generator_input_size=5, generator_reduction=2).double()
-    assert {name: tensor.shape for name, tensor in module.state_dict().items()} == shapes
-    state = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
-    module.load_state_dict(state)
-    assert all(torch.equal(state[name], found) for name, found in module.state_dict().items())
-    x, u = (torch.randn(2, 9, size, dtype=torch.float64) for size in (8, 5))
-    want = formula(module, x, u)
-    torch.testing.assert_close(module(x, generator_input=u)[0], want, **TOLERANCE)
 
 
 def test_a_call_of_jet_nemotrons_constructor_is_a_call_of_ours():
@@ -175,7 +161,6 @@ def test_it_starts_at_zero_or_at_the_static_kernels():
     module = DynamicShortConvolution(6, 4).double()
     assert not any(parameter.any() for parameter in module.parameters())
     assert not module(x)[0].any()
-
     taps = torch.randn(6, 4)
     module = DynamicShortConvolution(
         6, 4, activation=None, static_conv_init=lambda bias: bias.copy_(taps.flatten())
@@ -192,18 +177,23 @@ def test_chunks_and_steps_give_what_the_whole_gives(sizes, grad):
     module, x = example()
     whole, final = module(x, output_final_state=True)
     with torch.set_grad_enabled(grad):
-        chunks = x.split(sizes, 1)
-        y, made = module(chunks[0], output_final_state=True)
+        first, *others = x.split(sizes, 1)
+        y, made = module(first, output_final_state=True)
         cache, outs = made, [y]
-        for chunk in chunks[1:]:
+        for chunk in others:
             y, cache = module(chunk, cache=cache, output_final_state=True)
             outs.append(y)
             assert cache is made
-    torch.testing.assert_close(torch.cat(outs, 1), whole, **TOLERANCE)
+    y = torch.cat(outs, 1)
+    torch.testing.assert_close(y, whole, **TOLERANCE)
     assert torch.equal(cache, final)
     assert torch.equal(cache, x[:, -4:].swapaxes(1, 2))
     assert not cache.requires_grad
     assert y.requires_grad == grad
+    if grad:
+        # The whole's, because cached tokens don't depend on parameters.
+        found, want = gradients(module, y), gradients(module, formula(module, x))
+        torch.testing.assert_close(found, want, **TOLERANCE)
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -244,18 +234,6 @@ def test_a_step_runs_in_place_unless_it_needs_a_gradient(monkeypatch):
     assert called == ["dynamic_conv", "dynamic_conv_step", "dynamic_conv_step"]
 
 
-def test_steps_have_gradients_although_they_update_the_cache():
-    """Gradients of parameters are the whole's, because cached tokens don't depend on parameters."""
-    module, x = example()
-    y, cache = module(x[:, :5], output_final_state=True)
-    outs = [y]
-    for t in range(5, 9):
-        y, cache = module(x[:, t : t + 1], cache=cache)
-        outs.append(y)
-    found = gradients(module, torch.cat(outs, 1))
-    torch.testing.assert_close(found, gradients(module, formula(module, x)), **TOLERANCE)
-
-
 def test_the_cache_that_was_given_gets_a_gradient():
     module, x = example()
     leaf = torch.randn(2, 6, 4, dtype=x.dtype, requires_grad=True)
@@ -294,12 +272,10 @@ def test_packed_sequences_are_separate_ones(as_object):
     assert same is again
     for s in range(4):
         tokens = packed[:, starts[s] : starts[s + 1]]
-        one, final = module(tokens, output_final_state=True)
-        torch.testing.assert_close(y[:, starts[s] : starts[s + 1]], one, **TOLERANCE)
-        assert torch.equal(cache[s : s + 1], final)
-        one, final = module(tokens, cache=given[s : s + 1], output_final_state=True)
-        torch.testing.assert_close(continued[:, starts[s] : starts[s + 1]], one, **TOLERANCE)
-        assert torch.equal(again[s : s + 1], final)
+        for out, found, before in ((y, cache, None), (continued, again, given[s : s + 1])):
+            one, final = module(tokens, cache=before, output_final_state=True)
+            torch.testing.assert_close(out[:, starts[s] : starts[s + 1]], one, **TOLERANCE)
+            assert torch.equal(found[s : s + 1], final)
 
 
 def test_a_packed_batch_of_single_tokens_is_a_batch_of_steps():
@@ -325,15 +301,12 @@ def test_masked_tokens_are_zero_and_the_callers_are_left_alone(dtype):
     y = module(x, mask=mask.to(dtype), generator_input=x)[0]
     torch.testing.assert_close(y, formula(module, zeroed, x), **TOLERANCE)
     assert torch.equal(x, before)
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_a_masked_step_moves_zero_into_the_cache(grad):
-    module, x = example()
-    cache = x.new_ones(2, 6, 4)
-    with torch.set_grad_enabled(grad):
-        module(x[:, :1], mask=torch.tensor([[1], [0]]), cache=cache)
-    assert torch.equal(cache[..., -1], torch.stack([x[0, 0], torch.zeros_like(x[1, 0])]))
+    for grad in (False, True):
+        cache = x.new_ones(2, 6, 4)
+        with torch.set_grad_enabled(grad):
+            module(x[:, :1], mask=torch.tensor([[1], [0]]), cache=cache)
+        assert torch.equal(cache[0, :, -1], x[0, 0])
+        assert not cache[1, :, -1].any()
 
 
 def test_sixteen_bits_in_and_out():
@@ -365,41 +338,27 @@ def test_autocast_returns_the_dtype_of_x(dtype, grad):
         assert {g.dtype for g in gradients(module, y)} == {torch.float32}
 
 
-def test_compile_without_breaks():
+@pytest.mark.parametrize("call", ["prefill", "chunk", "step", "packed"])
+def test_compile_without_breaks(call):
     torch._dynamo.reset()
     module, x = example()
+    tokens = {"prefill": x, "chunk": x[:, :3], "step": x[:, :1], "packed": x.reshape(1, 18, 6)}[
+        call
+    ]
+    options = {
+        "prefill": {"mask": torch.arange(9) >= torch.tensor([[0], [4]])},
+        "packed": {"cu_seqlens": fusedops.Sequences([0, 7, 18])},
+    }.get(call, {})
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    x.requires_grad_()
-    mask = torch.arange(9) >= torch.tensor([[0], [4]])
-    y, cache = compiled(x, mask, output_final_state=True)
-    want, want_cache = module(x, mask, output_final_state=True)
-    torch.testing.assert_close(y, want, **TOLERANCE)
-    torch.testing.assert_close(gradients(module, y, x), gradients(module, want, x), **TOLERANCE)
-    for chunk in x.detach()[:, :3], x.detach()[:, :1]:
-        for grad in (False, True):
-            with torch.set_grad_enabled(grad):
-                y, same = compiled(chunk, cache=cache, output_final_state=True)
-                want, _ = module(chunk, cache=want_cache, output_final_state=True)
-            assert same is cache
-            torch.testing.assert_close(y, want, **TOLERANCE)
-            assert torch.equal(cache, want_cache)
-            if grad:
-                found = gradients(module, y)
-                torch.testing.assert_close(found, gradients(module, want), **TOLERANCE)
-
-
-def test_compile_takes_packed_sequences():
-    torch._dynamo.reset()
-    module, x = example()
-    packed, sequences = x.reshape(1, 18, 6), fusedops.Sequences([0, 7, 18])
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    caches = [torch.ones(2, 6, 4, dtype=x.dtype) for _ in range(2)]
-    y, want = (
-        m(packed, cache=cache, cu_seqlens=sequences, output_final_state=True)[0]
-        for m, cache in zip((compiled, module), caches, strict=True)
-    )
-    torch.testing.assert_close(y, want, **TOLERANCE)
-    assert torch.equal(*caches)
+    found = []
+    for function in (compiled, module):
+        cache = None if call == "prefill" else x.new_ones(2, 6, 4)
+        # A step without a gradient runs in place.
+        with torch.set_grad_enabled(call != "step"):
+            y, after = function(tokens, cache=cache, output_final_state=True, **options)
+        assert cache is None or after is cache
+        found.append([y, after, *(gradients(module, y) if y.requires_grad else ())])
+    torch.testing.assert_close(*found, **TOLERANCE)
 
 
 def test_functional_calls_have_gradients():
@@ -432,9 +391,7 @@ def test_the_generators_last_layer_is_part_of_the_convolution(activation, monkey
         assert stored[0].requires_grad
     monkeypatch.setattr(fusedops.nn, "dynamic_conv", None)
     with torch.no_grad():
-        found = results()
-    for got, want in zip(found, stored, strict=True):
-        torch.testing.assert_close(got, want.detach(), **TOLERANCE)
+        torch.testing.assert_close(results(), stored, **TOLERANCE)
 
 
 @pytest.mark.gpu
@@ -451,24 +408,13 @@ def test_a_gpu_stores_few_kernels(monkeypatch):
 
 
 def test_training_in_float32_on_a_cpu_stores_no_kernels(monkeypatch):
-    module, x = example()
-    module, x = module.float(), x.float()
-    monkeypatch.setattr(fusedops.nn, "MANY", 0)
-
-    def gradients():
-        out = module(x)[0]
-        return torch.autograd.grad(out.square().sum(), tuple(module.parameters()))
-
+    module, x = example(dtype=torch.float32)
     with monkeypatch.context() as patch:
+        patch.setattr(fusedops.nn, "MANY", 0)
         patch.setattr(fusedops.nn, "dynamic_conv", None)
-        found = gradients()
+        found = gradients(module, module(x)[0])
     monkeypatch.setattr(fusedops.nn, "MANY", 1 << 60)
-    for got, want in zip(found, gradients(), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-
-
-def doubled(module, inputs, out):
-    return 2 * out
+    torch.testing.assert_close(found, gradients(module, module(x)[0]), rtol=1e-4, atol=1e-5)
 
 
 class Doubled(DynamicShortConvolution):
@@ -476,31 +422,23 @@ class Doubled(DynamicShortConvolution):
         return 2 * super().get_kernel(x)
 
 
-@pytest.mark.parametrize("way", ["hook", "subclass", "method", "parametrization", "another layer"])
-def test_a_layer_that_is_more_than_its_parameters_makes_kernels(way, monkeypatch):
+@pytest.mark.parametrize("way", ["hook", "subclass", "method", "another layer"])
+def test_a_generator_that_is_more_than_its_parameters_makes_kernels(way, monkeypatch):
+    """test_layers.py changes its layers."""
     monkeypatch.setattr(fusedops.nn, "MANY", 0)
-    module, x = example()
-    generator = module.kernel_generator
-    want = formula(module, x, activation=identity)
-    module.activation = None
+    module, x = example(activation=None)
+    want = 2 * formula(module, x, activation=identity)
     if way == "hook":
-        generator.w2.register_forward_hook(doubled)
+        module.kernel_generator.register_forward_hook(lambda module, given, out: 2 * out)
     elif way == "subclass":
         module.__class__ = Doubled
     elif way == "method":
         module.get_kernel = lambda x: 2 * DynamicShortConvolution.get_kernel(module, x)
-    elif way == "parametrization":
-        generator.w2.weight.data /= 2
-        twice = torch.nn.Sequential(torch.nn.Identity())
-        twice.forward = lambda weight: 2 * weight
-        torch.nn.utils.parametrize.register_parametrization(generator.w2, "weight", twice)
-        want = want / 2
     else:
-        first = generator.w2
-        generator.w2 = torch.nn.Sequential(first, torch.nn.Identity())
+        module.kernel_generator.w2 = torch.nn.Sequential(module.kernel_generator.w2)
         want = want / 2
     with torch.no_grad():
-        torch.testing.assert_close(module(x)[0], 2 * want, **TOLERANCE)
+        torch.testing.assert_close(module(x)[0], want, **TOLERANCE)
 
 
 def test_it_may_start_on_the_meta_device():
@@ -512,15 +450,6 @@ def test_it_may_start_on_the_meta_device():
     assert torch.equal(empty(x)[0], module(x)[0])
 
 
-def test_a_copy_is_another_module():
-    module, x = example(static_conv_init=torch.nn.init.ones_)
-    other = copy.deepcopy(module)
-    assert torch.equal(other(x)[0], module(x)[0])
-    with torch.no_grad():
-        other.kernel_generator.w2.bias.add_(1)
-    assert not torch.equal(other(x)[0], module(x)[0])
-
-
 def test_the_backend_of_the_module_serves_its_calls():
     module, x = example(backend="numpy")
     torch.testing.assert_close(module(x)[0], formula(module, x), **TOLERANCE)
@@ -530,7 +459,7 @@ def test_the_backend_of_the_module_serves_its_calls():
             module(x[:, :1], cache=x.new_zeros(2, 6, 4))
 
 
-def test_what_it_shows():
+def test_the_text_that_it_shows():
     module = DynamicShortConvolution(6, 4)
     assert module.extra_repr() == "6, kernel_size=4, activation='silu'"
     assert "backend='torch'" in repr(DynamicShortConvolution(6, 4, backend="torch"))
@@ -546,7 +475,7 @@ def test_what_it_shows():
         ((6, 4, None, 0), "generator_reduction is 0; it should be from 1 to 6"),
         (
             (6, 4, None, 2, "softplus"),
-            "generator_activation is 'softplus'; it should be one of silu, swish",
+            "generator_activation is 'softplus'; it should be one of sil",
         ),
         ((6, 4, None, 2, None), "generator_activation is None; it should be one of silu, swish"),
         ((6, 4, None, 2, "silu", "relu"), "activation is 'relu'; it should be one of None, silu"),
@@ -558,163 +487,34 @@ def test_bad_sizes_and_activations_are_named(arguments, message):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind", "message"),
+    ("arguments", "message"),
     [
-        ({"x": torch.zeros(9, 6)}, ValueError, r"x has shape \(9, 6\); it should be \(B, T, 6\)"),
-        ({"x": torch.zeros(2, 9, 5)}, ValueError, r"x has shape \(2, 9, 5\)"),
-        ({"mask": torch.ones(2, 8)}, ValueError, r"mask has shape \(2, 8\); .* \(2, 9\)"),
-        ({"mask": torch.ones(9)}, ValueError, r"mask has shape \(9,\)"),
-        ({"cache": torch.ones(1, 6, 4)}, ValueError, r"cache has shape .* be \(2, 6, 4\)"),
-        ({"cache": torch.ones(2, 6, 4).half()}, TypeError, "cache has dtype float16"),
-        ({"generator_input": torch.ones(2, 1, 6)}, ValueError, r"generator_input has shape"),
-        ({"cu_seqlens": torch.tensor([0, 9])}, ValueError, "with cu_seqlens it should be"),
+        ({"x": torch.zeros(9, 6)}, r"x has shape \(9, 6\); it should be \(B, T, 6\)"),
+        ({"x": torch.zeros(2, 9, 5)}, r"x has shape \(2, 9, 5\)"),
+        ({"x": np.zeros((2, 9, 6), "f4")}, "x is a ndarray"),
+        ({"mask": torch.ones(2, 8)}, r"mask has shape \(2, 8\); .* \(2, 9\)"),
+        ({"mask": torch.ones(9)}, r"mask has shape \(9,\)"),
+        ({"mask": [[1], [1]]}, "mask is a list; it should be a tensor"),
+        ({"cache": torch.ones(1, 6, 4)}, r"cache has shape .* be \(2, 6, 4\)"),
+        ({"cache": torch.ones(2, 6, 4).half()}, "cache has dtype float16"),
+        ({"cache": np.zeros((2, 6, 4), "f4")}, "cache is a ndarray; it should be a tensor"),
+        ({"generator_input": torch.ones(2, 1, 6)}, r"generator_input has shape"),
+        ({"cu_seqlens": torch.tensor([0, 9])}, "with cu_seqlens it should be"),
         (
             {"cu_seqlens": torch.tensor([0, 4, 9]), "cache": torch.ones(1, 6, 4)},
-            ValueError,
             r"cache has shape \(1, 6, 4\)",
         ),
     ],
 )
-def test_bad_calls_are_named(arguments, kind, message):
+def test_bad_calls_are_named(arguments, message):
     module = DynamicShortConvolution(6, 4)
-    with pytest.raises(kind, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         module(**{"x": torch.zeros(2, 9, 6), **arguments})
 
 
 def test_unknown_keywords_are_ignored():
     module, x = example()
     assert torch.equal(module(x, past_key_values=None)[0], module(x)[0])
-
-
-def test_without_torch_the_import_error_names_the_remedy():
-    code = """if True:
-        import sys
-        sys.modules["torch"] = None
-        import fusedops
-        print("imported")
-        import fusedops.nn
-    """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "imported\n"
-    assert done.stderr.rstrip().endswith('torch is not installed: pip install "fusedops[torch]"')
-
-
-def test_what_is_no_tensor_is_named():
-    convolution = DynamicShortConvolution(6, 4)
-    x = torch.ones(2, 1, 6)
-    with pytest.raises(TypeError, match="mask is a list; it should be a tensor"):
-        convolution(x, [[1], [1]])
-    with pytest.raises(TypeError, match="cache is a ndarray; it should be a tensor"):
-        convolution(x, cache=np.zeros((2, 6, 4), np.float32))
-    with pytest.raises(TypeError, match="x is a ndarray"):
-        convolution(x.numpy())
-    with pytest.raises(ValueError, match="backend is 'cuda'; it should be one of None, triton"):
-        DynamicShortConvolution(6, 4, backend="cuda")
-
-
-Linear, LayerNorm = torch.nn.Linear, torch.nn.LayerNorm
-
-
-class OfBoltz(torch.nn.Module):
-    """The eager module of Boltz, with Boltz's names."""
-
-    gate, bias = "output", False
-
-    def __init__(self, C, H, direction):
-        super().__init__()
-        self.direction = direction
-        self.norm_in, self.norm_out = LayerNorm(C), LayerNorm(H)
-        self.p_in, self.g_in = Linear(C, 2 * H, bias=False), Linear(C, 2 * H, bias=False)
-        self.p_out, self.g_out = Linear(H, C, bias=False), Linear(C, C, bias=False)
-
-    def forward(self, x, mask):
-        x = x_in = self.norm_in(x)
-        x = self.p_in(x) * self.g_in(x).sigmoid() * mask.unsqueeze(-1)
-        a, b = x.chunk(2, dim=-1)
-        terms = "bikd,bjkd->bijd" if self.direction == "outgoing" else "bkid,bkjd->bijd"
-        x = torch.einsum(terms, a, b)
-        return self.p_out(self.norm_out(x)) * self.g_out(x_in).sigmoid()
-
-
-class OfOpenFold(torch.nn.Module):
-    """The eager module of OpenFold, which multiplies matrices."""
-
-    gate, bias = "output", True
-
-    def __init__(self, C, H, direction):
-        super().__init__()
-        self.direction = direction
-        for name in ("linear_a_p", "linear_a_g", "linear_b_p", "linear_b_g"):
-            setattr(self, name, Linear(C, H))
-        self.linear_g, self.linear_z = Linear(C, C), Linear(H, C)
-        self.layer_norm_in, self.layer_norm_out = LayerNorm(C), LayerNorm(H)
-
-    def sides(self, z):
-        a = self.linear_a_g(z).sigmoid() * self.linear_a_p(z)
-        return a, self.linear_b_g(z).sigmoid() * self.linear_b_p(z)
-
-    def forward(self, z, mask):
-        z = self.layer_norm_in(z)
-        a, b = (side * mask.unsqueeze(-1) for side in self.sides(z))
-        if self.direction == "outgoing":
-            x = a.permute(0, 3, 1, 2) @ b.permute(0, 3, 2, 1)
-        else:
-            x = a.permute(0, 3, 2, 1) @ b.permute(0, 3, 1, 2)
-        x = self.layer_norm_out(x.permute(0, 2, 3, 1))
-        return self.linear_z(x) * self.linear_g(z).sigmoid()
-
-
-class OfMultimer(OfOpenFold):
-    """The eager module of OpenFold's multimer, with left and right in one layer."""
-
-    def __init__(self, C, H, direction):
-        super().__init__(C, H, direction)
-        for name in ("linear_a_p", "linear_a_g", "linear_b_p", "linear_b_g"):
-            delattr(self, name)
-        self.linear_ab_p, self.linear_ab_g = Linear(C, 2 * H), Linear(C, 2 * H)
-
-    def sides(self, z):
-        return (self.linear_ab_g(z).sigmoid() * self.linear_ab_p(z)).chunk(2, -1)
-
-
-class OfGpuMode(torch.nn.Module):
-    """The gpu-mode problem's module, also triangle-multiplicative-module's for incoming edges."""
-
-    gate, bias = "hidden", False
-
-    def __init__(self, C, H, direction):
-        super().__init__()
-        self.direction = direction
-        self.norm, self.to_out_norm = LayerNorm(C), LayerNorm(H)
-        for name in ("left_proj", "right_proj", "left_gate", "right_gate", "out_gate"):
-            setattr(self, name, Linear(C, H, bias=self.bias))
-        self.to_out = Linear(H, C, bias=self.bias)
-
-    def forward(self, x, mask):
-        x, mask = self.norm(x), mask.unsqueeze(-1)
-        left = self.left_proj(x) * mask * self.left_gate(x).sigmoid()
-        right = self.right_proj(x) * mask * self.right_gate(x).sigmoid()
-        terms = "...ikd,...jkd->...ijd" if self.direction == "outgoing" else "...kjd,...kid->...ijd"
-        out = self.to_out_norm(torch.einsum(terms, left, right))
-        return self.to_out(out * self.out_gate(x).sigmoid())
-
-
-class WithBiases(OfGpuMode):
-    """The module of triangle-multiplicative-module, with biases."""
-
-    bias = True
-
-
-PROGRAMS = (OfBoltz, OfOpenFold, OfMultimer, OfGpuMode, WithBiases)
-
-
-def update_of(program, direction="outgoing", sizes=(6, 5)):
-    """Return another program's module with random parameters, and its arguments."""
-    other = program(*sizes, direction).double()
-    for parameter in other.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    x = torch.randn(2, 7, 7, sizes[0], dtype=torch.float64, requires_grad=True)
-    return other, x, (torch.rand(2, 7, 7) > 0.2).double()
 
 
 @pytest.mark.parametrize("sizes", [(6, 5), (4, 4)])
@@ -746,43 +546,20 @@ def test_updates_of_other_programs_load(program, direction, sizes):
         assert torch.equal(again(x, mask), got)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_gradients_of_parameters_are_those_of_other_programs(program):
-    other, x, mask = update_of(program)
-    module = TriangleMultiplicativeUpdate.from_state_dict(other.state_dict())
-    for each in (other, module):
-        each(x, mask).sin().sum().backward()
-    state = {name: parameter.grad for name, parameter in other.named_parameters()}
-    # Gradients have the parameters' names and shapes, so from_state_dict maps them, too.
-    want = TriangleMultiplicativeUpdate.from_state_dict(state)
-    wanted = dict(want.named_parameters())
-    for name, parameter in module.named_parameters():
-        torch.testing.assert_close(parameter.grad, wanted[name].detach(), rtol=0, atol=1e-10)
-
-
-class Block(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tri_mul_out = TriangleMultiplicativeUpdate(6, 5, bias=True)
-        self.tri_mul_in = TriangleMultiplicativeUpdate(6, 5, "incoming", bias=True)
-
-
 @pytest.mark.parametrize("assign", [False, True])
 def test_updates_load_inside_of_a_model(assign):
-    others = {
-        "tri_mul_out": update_of(OfOpenFold)[0],
-        "tri_mul_in": update_of(OfMultimer, "incoming")[0],
-    }
-    state = {
-        f"{where}.{name}": tensor
-        for where, other in others.items()
-        for name, tensor in other.state_dict().items()
-    }
-    block = copy.deepcopy(Block()).double()
+    out, x, mask = update_of(OfOpenFold)
+    others = {"tri_mul_out": out, "tri_mul_in": update_of(OfMultimer, "incoming")[0]}
+    state = torch.nn.ModuleDict(others).state_dict()
+    block = torch.nn.ModuleDict(
+        {
+            where: TriangleMultiplicativeUpdate(6, 5, other.direction, bias=True)
+            for where, other in others.items()
+        }
+    ).double()
     assert not block.load_state_dict(state, assign=assign).missing_keys
-    _, x, mask = update_of(OfBoltz)
     for where, other in others.items():
-        got = getattr(block, where)(x, mask)
+        got = block[where](x, mask)
         torch.testing.assert_close(got, other(x, mask), rtol=0, atol=1e-11)
         made = TriangleMultiplicativeUpdate.from_state_dict(
             state, other.direction, prefix=f"{where}."
@@ -812,81 +589,15 @@ def test_a_state_dict_with_too_much_or_too_little_is_refused():
         TriangleMultiplicativeUpdate.from_state_dict({})
 
 
-@pytest.mark.parametrize("batch", [(), (3,), (2, 3), (2, 1, 2), (0,), (2, 0)])
-def test_any_number_of_batch_dimensions(batch):
-    other, *_ = update_of(OfBoltz)
-    module = TriangleMultiplicativeUpdate.from_state_dict(other.state_dict())
-    x = torch.randn(*batch, 4, 4, 6, dtype=torch.float64)
-    mask = torch.rand(*batch, 4, 4) > 0.3
-    flat, one = x.reshape(-1, 4, 4, 6), mask.reshape(-1, 4, 4)
-    torch.testing.assert_close(module(x, mask), other(flat, one.double()).reshape(x.shape))
-    for part in (mask[..., :1], mask[..., :1, :], mask[(0,) * len(batch)] if x.numel() else None):
-        if part is not None:
-            full = torch.broadcast_to(part, x.shape[:-1]).reshape(-1, 4, 4)
-            want = other(flat, full.double()).reshape(x.shape)
-            torch.testing.assert_close(module(x, part), want)
-    ones = other(flat, torch.ones_like(one).double()).reshape(x.shape)
-    torch.testing.assert_close(module(x), ones)
-
-
-def test_a_weight_may_be_parametrized():
-    """A parametrized weight is an attribute of the layer, but no parameter."""
-    module = TriangleMultiplicativeUpdate(6, 5)
-    for layer in (module.p_in, module.g_in, module.p_out, module.g_out):
-        torch.nn.init.normal_(layer.weight)
-    z = torch.randn(1, 4, 4, 6)
-    want = module(z)
-    torch.nn.utils.parametrizations.weight_norm(module.p_out)
-    torch.testing.assert_close(module(z), want)
-    with torch.no_grad():
-        module.p_out.parametrizations.weight.original0 *= 2
-    assert not torch.allclose(module(z), want)
-
-
 def test_an_update_starts_at_zero_with_open_gates():
-    torch.manual_seed(0)
     module = TriangleMultiplicativeUpdate(128, 64, bias=True)
     assert not module(torch.randn(1, 3, 3, 128)).any()
     assert not module.g_in.weight.any()
     assert (module.g_in.bias == 1).all()
-    assert (module.norm_out.weight == 1).all()
     assert not module.p_in.bias.any()
     deviation = module.p_in.weight.std().item() * 128**0.5
     # The deviation comes from 16384 samples.
     assert abs(deviation - 1) < 0.03
-    assert all(p.requires_grad for p in module.parameters())
-
-
-def test_sixteen_bits_and_autocast_of_an_update():
-    module = TriangleMultiplicativeUpdate(8, 16).float()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    x = torch.randn(1, 5, 5, 8)
-    want = module(x)
-    half = copy.deepcopy(module).bfloat16()
-    assert half(x.bfloat16()).dtype == torch.bfloat16
-    assert module(x.bfloat16()).dtype == torch.bfloat16
-    # x and the result are each rounded to 8 bits.
-    torch.testing.assert_close(module(x.bfloat16()).float(), want, rtol=0, atol=0.05)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(module(x), want)
-
-
-def test_an_update_compiles_and_travels():
-    torch._dynamo.reset()
-    other, x, mask = update_of(OfBoltz)
-    module = TriangleMultiplicativeUpdate.from_state_dict(other.state_dict())
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    y, want = compiled(x, mask), module(x, mask)
-    torch.testing.assert_close(y, want, **TOLERANCE)
-    torch.testing.assert_close(gradients(module, y, x), gradients(module, want, x), rtol=0,
-                               atol=1e-11)  # fmt: skip
-    assert torch.equal(pickle.loads(pickle.dumps(module))(x, mask), want)
-    with torch.device("meta"):
-        empty = TriangleMultiplicativeUpdate(6, 5)
-    assert empty(x.to("meta"), mask.to("meta")).shape == x.shape
-    empty.load_state_dict(other.state_dict(), assign=True)
-    assert torch.equal(empty(x, mask), want)
 
 
 def test_an_update_takes_what_boltz_passes_and_its_own_options():
@@ -898,6 +609,9 @@ def test_an_update_takes_what_boltz_passes_and_its_own_options():
     got = module(x, mask=mask, use_kernels=True)
     other.norm_in.eps = other.norm_out.eps = 1e-3
     torch.testing.assert_close(got, other(x, mask), rtol=0, atol=1e-11)
+    # Any number of batch dimensions, and no mask.
+    assert torch.equal(module(x[:, None], mask[:, None]), got[:, None])
+    torch.testing.assert_close(module(x[0]), other(x[:1], torch.ones(1, 7, 7).double())[0])
     assert "backend='numpy'" in repr(module)
     assert TriangleMultiplicativeUpdate(6).extra_repr() == (
         "6, c_hidden=6, direction='outgoing', gate='output'"
@@ -923,38 +637,41 @@ def test_bad_updates_are_named(arguments, message):
         TriangleMultiplicativeUpdate(**{"c_z": 6, **arguments})
 
 
-def test_bad_calls_of_an_update_are_named():
-    module = TriangleMultiplicativeUpdate(6, 5)
-    x = torch.zeros(2, 4, 4, 6)
-    for wrong in (x[..., :5], x[:, :3], x[0, 0]):
-        message = r"x has shape .*; it should be \(\.\.\., N, N, 6\)"
-        with pytest.raises(ValueError, match=message):
-            module(wrong)
-    with pytest.raises(ValueError, match=r"mask has shape \(2, 4\); it should broadcast to \(2, 4"):
-        module(x, torch.ones(2, 4))
-    with pytest.raises(TypeError, match="mask is a list; it should be a tensor"):
-        module(x, [1])
-    with pytest.raises(TypeError, match="x is a ndarray; it should be a tensor"):
-        module(x.numpy())
+Z = torch.zeros(2, 4, 4, 6)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        *(
+            ((z,), r"x has shape .*; it should be \(\.\.\., N, N, 6\)")
+            for z in (Z[..., :5], Z[0, 0])
+        ),
+        ((Z[:, :3],), r"x has shape \(2, 3, 4, 6\); it should be \(\.\.\., N, N, 6\)"),
+        ((Z, torch.ones(2, 4)), r"mask has shape \(2, 4\); it should broadcast to \(2, 4"),
+        ((Z, [1]), "mask is a list; it should be a tensor"),
+        ((Z.numpy(),), "x is a ndarray; it should be a tensor"),
+    ],
+)
+def test_bad_calls_of_an_update_are_named(given, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        TriangleMultiplicativeUpdate(6, 5)(*given)
 
 
 @pytest.mark.parametrize("gate", ["output", "hidden"])
 def test_an_update_of_another_width(gate):
     """cuEquivariance's function takes any width of the output, and a state_dict tells it."""
     update = TriangleMultiplicativeUpdate(6, 4, gate=gate, c_out=9)
-    with torch.no_grad():
-        for parameter in update.parameters():
-            parameter.normal_()
+    for parameter in update.parameters():
+        torch.nn.init.normal_(parameter)
     again = TriangleMultiplicativeUpdate.from_state_dict(update.state_dict())
     assert (again.c_z, again.c_hidden, again.c_out, again.gate) == (6, 4, 9, gate)
     x = torch.randn(2, 5, 5, 6)
-    narrow = TriangleMultiplicativeUpdate.from_state_dict(update.state_dict())
-    rows = slice(0, 6)
     for layer in ("p_out", "g_out") if gate == "output" else ("p_out",):
-        own = getattr(narrow, layer)
-        own.weight = torch.nn.Parameter(own.weight[rows].detach())
+        own = getattr(update, layer)
+        own.weight = torch.nn.Parameter(own.weight[:6].detach())
     # Channels of the output have nothing in common but what comes before them.
-    torch.testing.assert_close(again(x)[..., rows], narrow(x))
+    torch.testing.assert_close(again(x)[..., :6], update(x))
     assert again(x).shape == (2, 5, 5, 9)
 
 
@@ -967,6 +684,7 @@ def test_an_update_of_another_width(gate):
         ("float32", "float64", "bfloat16", "ieee"),
         ("float64", "float64", "bfloat16", "ieee"),
         ("bfloat16", "float32", "float16", "bf16"),
+        ("bfloat16", "bfloat16", None, "bf16"),
     ],
 )
 @pytest.mark.parametrize("of", ["module", "cuequivariance"])

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import pickle
 import sys
 from types import ModuleType, SimpleNamespace
-from weakref import finalize
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+import formulas  # noqa: E402
+from allocated import peak  # noqa: E402
+from formulas import gradients, randomized  # noqa: E402
 from fusedops import pairs  # noqa: E402
 from fusedops.compat import boltz  # noqa: E402
-from fusedops.nn import (  # noqa: E402
-    PairBlock,
-    PairTransition,
-    TriangleAttention,
-    TriangleMultiplicativeUpdate,
-)
-from test_nn import OfBoltz  # noqa: E402
+from fusedops.nn import PairBlock, PairTransition, TriangleAttention  # noqa: E402
 
 C, D, H, N = 6, 4, 3, 5
 
@@ -36,105 +33,59 @@ def seed():
     torch.manual_seed(0)
 
 
-def randomized(module):
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    return module.double()
-
-
 def pair(*leading, channels=C):
     z = torch.randn(*leading, N, N, channels, dtype=torch.float64, requires_grad=True)
     return z, torch.rand(*leading, N, N) > 0.3
 
 
-def normalized(x, weight, bias):
-    centred = x - x.mean(-1, keepdim=True)
-    return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight + bias
+def agree(module, formula, z, *mask, atol=1e-11):
+    """Compare a module with its formula, and the gradients of z and all parameters."""
+    got, want = module(z, *mask), formula(module, z, *mask)
+    torch.testing.assert_close(got, want, rtol=0, atol=atol)
+    inputs = z, *module.parameters()
+    found, wanted = gradients(got, *inputs), gradients(want, *inputs)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=10 * atol)
 
 
-def attended(p, z, mask, starting):
-    """Algorithms 13 and 14 of AlphaFold 2, for one z (N, N, C), an edge and a head at a time."""
-    n = normalized(z, p["layer_norm.weight"], p["layer_norm.bias"])
-    heads = [
-        (n @ p[f"mha.linear_{name}.weight"].T).unflatten(-1, (-1, D)) for name in ("q", "k", "v")
-    ]
-    q, k, v = heads
-    gate = torch.sigmoid(n @ p["mha.linear_g.weight"].T + p.get("mha.linear_g.bias", 0))
-    b = n @ p["linear.weight"].T
-    rows = []
-    for i in range(N):
-        for j in range(N):
-            o = []
-            for h in range(b.shape[-1]):
-                if starting:
-                    logits = k[i, :, h] @ q[i, j, h] / math.sqrt(D) + b[j, :, h]
-                    present, values = mask[i], v[i, :, h]
-                else:
-                    logits = k[:, j, h] @ q[i, j, h] / math.sqrt(D) + b[:, i, h]
-                    present, values = mask[:, j], v[:, j, h]
-                logits = logits + 1e9 * (present.double() - 1)
-                weights = torch.softmax(logits, 0)
-                o.append((weights if present.any() else torch.full_like(weights, 1 / N)) @ values)
-            rows.append(gate[i, j] * torch.cat(o))
-    out = torch.stack(rows).unflatten(0, (N, N)) @ p["mha.linear_o.weight"].T
-    return out + p.get("mha.linear_o.bias", 0)
+STARTING = pytest.mark.parametrize("starting", [True, False], ids=["starting", "ending"])
 
 
-def transitioned(p, x):
-    n = normalized(x, p["norm.weight"], p["norm.bias"])
-    a, b = n @ p["fc1.weight"].T, n @ p["fc2.weight"].T
-    return (a / (1 + torch.exp(-a)) * b) @ p["fc3.weight"].T
-
-
-def gradients(y, *inputs):
-    cotangent = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).reshape(y.shape)
-    return torch.autograd.grad((y * cotangent).sum(), inputs)
-
-
-@pytest.mark.parametrize("starting", [True, False], ids=["starting", "ending"])
+@STARTING
 @pytest.mark.parametrize("bias", [False, True], ids=["Boltz", "OpenFold"])
-@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-def test_attention_is_that_of_the_paper(starting, bias, masked):
-    module = randomized(TriangleAttention(C, D, H, starting, bias=bias))
-    z, mask = pair()
-    got = module(z, mask if masked else None)
-    p = dict(module.named_parameters())
-    want = attended(p, z, mask if masked else torch.ones(N, N), starting)
-    torch.testing.assert_close(got, want, **TOLERANCE)
-    inputs = z, *p.values()
-    torch.testing.assert_close(
-        gradients(got, *inputs), gradients(want, *inputs), rtol=0, atol=1e-11
-    )
+def test_attention_is_that_of_the_paper(starting, bias):
+    module, (z, mask) = randomized(TriangleAttention(C, D, H, starting, bias=bias)), pair()
+    mask[2] = mask[:, 2] = False
+    for given in ((), (mask,)):
+        agree(module, formulas.attention, z, *given, atol=1e-12)
 
 
-def test_starting_and_ending_nodes_are_transposes():
-    start, end = TriangleAttention(C, D, H), TriangleAttention(C, D, H, False)
-    randomized(start)
-    end.double().load_state_dict(start.state_dict())
-    z, mask = pair(2)
-    turned = end(z.transpose(1, 2), mask.transpose(1, 2)).transpose(1, 2)
-    torch.testing.assert_close(turned, start(z, mask), **TOLERANCE)
+def test_attention_by_loops():
+    """Algorithm 13, an edge and a head at a time."""
+    module, (z, mask) = randomized(TriangleAttention(C, D, H)), pair()
+    n, mha = module.layer_norm(z), module.mha
+    q, k, v = (getattr(mha, f"linear_{name}")(n).unflatten(-1, (H, D)) for name in "qkv")
+    b, rows = module.linear(n), torch.empty(N, N, H, D, dtype=z.dtype)
+    for i, j, h in itertools.product(range(N), range(N), range(H)):
+        logits = k[i, :, h] @ q[i, j, h] / math.sqrt(D) + b[j, :, h] + 1e9 * (mask[i].double() - 1)
+        rows[i, j, h] = torch.softmax(logits, 0) @ v[i, :, h]
+    want = mha.linear_o(mha.linear_g(n).sigmoid() * rows.flatten(-2))
+    torch.testing.assert_close(module(z, mask), want, **TOLERANCE)
 
 
-@pytest.mark.parametrize("starting", [True, False], ids=["starting", "ending"])
-@pytest.mark.parametrize("leading", [(), (2,), (2, 1, 3)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32], ids=str)
+@STARTING
+@pytest.mark.parametrize("leading", [(2,), (2, 1, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float32], ids=str)
 def test_any_leading_dimensions_and_masks(starting, leading, dtype):
-    module = randomized(TriangleAttention(C, D, H, starting))
-    z, mask = pair(*leading)
-    got = module(z, mask.to(dtype))
-    want = [
-        attended(dict(module.named_parameters()), *each, starting)
-        for each in zip(z.reshape(-1, N, N, C), mask.reshape(-1, N, N), strict=True)
-    ]
-    torch.testing.assert_close(got, torch.stack(want).reshape(z.shape), **TOLERANCE)
+    module, (z, mask) = randomized(TriangleAttention(C, D, H, starting)), pair(*leading)
+    want = formulas.attention(module, z, mask)
+    torch.testing.assert_close(module(z, mask.to(dtype)), want, **TOLERANCE)
     # A mask of one row, for every row of every batch.
     row = mask.reshape(-1, N)[0]
     torch.testing.assert_close(module(z, row), module(z, row.expand(z.shape[:-1])), **TOLERANCE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("starting", [True, False], ids=["starting", "ending"])
+@STARTING
 def test_a_row_without_edges(starting, dtype):
     """It gets the mean of all values, with its gradient."""
     module = randomized(TriangleAttention(C, D, H, starting)).to(dtype)
@@ -174,67 +125,21 @@ def test_the_bias_of_fast_kernels_has_no_gaps(monkeypatch, masked):
     assert strides == [(1, N), (1, N)]
 
 
-def test_absent_edges_change_nothing():
-    module = randomized(TriangleAttention(C, D, H))
-    z, mask = pair()
-    moved = z.detach().clone()
-    # The edge (0, 3) is a key of row 0 and nothing else, once no other row has its bias.
-    mask[0, 3] = False
-    with torch.no_grad():
-        module.linear.weight.zero_()
-        moved[0, 3] += torch.randn(C)
-        kept = torch.ones(N, N, dtype=torch.bool)
-        kept[0, 3] = False
-        change = module(moved, mask) - module(z, mask)
-    assert not change[kept].any()
-    assert change[0, 3].any()
-
-
-@pytest.mark.parametrize("starting", [True, False], ids=["starting", "ending"])
+@STARTING
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 def test_attention_in_parts_is_the_whole(starting, masked):
     module = randomized(TriangleAttention(C, D, H, starting))
     z, mask = pair(2)
     mask = mask if masked else None
+    inputs = z, *module.parameters()
     want = module(z, mask)
-    wanted = gradients(want, z, *module.parameters())
-    small = TriangleAttention(C, D, H, starting, max_memory=1).double()
-    small.load_state_dict(module.state_dict())
-    for got, own in ((module(z, mask, chunk_size=2), module), (small(z, mask), small)):
+    wanted = gradients(want, *inputs)
+    for options, module.max_memory in (({"chunk_size": 2}, None), ({}, 1)):
+        got = module(z, mask, **options)
         torch.testing.assert_close(got, want, **TOLERANCE)
-        got = gradients(got, z, *own.parameters())
-        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
-    with torch.no_grad():
-        torch.testing.assert_close(small(z, mask), want, **TOLERANCE)
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes at one time of the storages that operations return."""
-
-    def __init__(self):
-        super().__init__()
-        self.alive, self.now, self.most = {}, 0, 0
-
-    def _freed(self, key):
-        self.now -= self.alive.pop(key)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.alive:
-                    self.alive[storage._cdata] = storage.nbytes()
-                    self.now += storage.nbytes()
-                    finalize(storage, self._freed, storage._cdata)
-        self.most = max(self.most, self.now)
-        return out
-
-
-def peak(run):
-    with Peak() as mode:
-        run()
-    return mode.most
+        torch.testing.assert_close(gradients(got, *inputs), wanted, rtol=0, atol=1e-11)
+        with torch.no_grad():
+            torch.testing.assert_close(module(z, mask, **options), want, **TOLERANCE)
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
@@ -265,32 +170,26 @@ def test_max_memory_bounds_what_it_says(kind, grad):
 def test_the_transition_is_that_of_the_paper(leading, out_dim):
     module = randomized(PairTransition(C, 9, out_dim))
     x, _ = pair(*leading)
-    p = dict(module.named_parameters())
-    assert set(p) == {"norm.weight", "norm.bias", "fc1.weight", "fc2.weight", "fc3.weight"}
-    want = transitioned(p, x)
-    wanted = gradients(want, x, *p.values())
     # All rows at once, and a few at one time.
     for module.max_memory in (None, 1000):
-        got = module(x)
-        torch.testing.assert_close(got, want, **TOLERANCE)
-        got = gradients(got, x, *p.values())
-        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
+        agree(module, formulas.transition, x, atol=1e-12)
     with torch.no_grad():
-        torch.testing.assert_close(module.eval()(x, chunk_size=2), want, **TOLERANCE)
+        got = module.eval()(x, chunk_size=2)
+    torch.testing.assert_close(got, formulas.transition(module, x), **TOLERANCE)
 
 
 def test_a_transition_of_openfold_3_loads():
     module = randomized(PairTransition(C))
-    names = {
-        "norm": "layer_norm",
-        "fc1": "swiglu.linear_a",
-        "fc2": "swiglu.linear_b",
-        "fc3": "linear_out",
+    theirs = {
+        f"blocks.0.{name}.{part}": getattr(getattr(module, ours), part)
+        for ours, name in {
+            "norm": "layer_norm",
+            "fc1": "swiglu.linear_a",
+            "fc2": "swiglu.linear_b",
+            "fc3": "linear_out",
+        }.items()
+        for part in (("weight", "bias") if ours == "norm" else ("weight",))
     }
-    theirs = {}
-    for key, tensor in module.state_dict().items():
-        layer, part = key.split(".")
-        theirs[f"blocks.0.{names[layer]}.{part}"] = tensor
     before = dict(theirs)
     loaded = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([PairTransition(C)])}).double()
     loaded.load_state_dict(theirs)
@@ -299,21 +198,13 @@ def test_a_transition_of_openfold_3_loads():
     assert torch.equal(loaded["blocks"][0](x), module(x))
 
 
-def boltz_block(p, z, mask, factors):
+def boltz_block(block, z, mask, factors):
     """Boltz's block by its formulas, with a factor of dropout for each part."""
-    layers = {}
-    for key, tensor in p.items():
-        name, _, rest = key.partition(".")
-        layers.setdefault(name, {})[rest] = tensor
-    factors = iter(factors)
-    for name, direction in (("tri_mul_out", "outgoing"), ("tri_mul_in", "incoming")):
-        update = OfBoltz(C, C, direction).double()
-        found = torch.func.functional_call(update, layers[name], (z, mask.double()))
-        z = z + next(factors) * found
-    for name, starting in (("tri_att_start", True), ("tri_att_end", False)):
-        found = [attended(layers[name], *each, starting) for each in zip(z, mask, strict=True)]
-        z = z + next(factors) * torch.stack(found)
-    return z + transitioned(layers["transition_z"], z)
+    formula = dict.fromkeys(("tri_mul_out", "tri_mul_in"), formulas.update)
+    formula |= dict.fromkeys(("tri_att_start", "tri_att_end"), formulas.attention)
+    for (part, found), factor in zip(formula.items(), factors, strict=True):
+        z = z + factor * found(getattr(block, part), z, mask)
+    return z + formulas.transition(block.transition_z, z)
 
 
 def boltz_dropout(z, columnwise):
@@ -333,14 +224,13 @@ BLOCKS = {
 def test_a_block_is_that_of_boltz(kind, training):
     block = randomized(BLOCKS[kind]()).train(training)
     z, mask = pair(2)
-    p = dict(block.named_parameters())
     torch.manual_seed(1)
     got = block(z, mask)
     torch.manual_seed(1)
     factors = [boltz_dropout(z, part == 3) if training else 1.0 for part in range(4)]
-    want = boltz_block(p, z, mask, factors)
+    want = boltz_block(block, z, mask, factors)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-9)
-    inputs = z, *p.values()
+    inputs = z, *block.parameters()
     torch.testing.assert_close(
         gradients(got, *inputs), gradients(want, *inputs), rtol=1e-9, atol=1e-9
     )
@@ -448,7 +338,7 @@ def test_cuequivariance_gets_its_shapes(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("served", "given"),
+    "given",
     {
         "cuequivariance": {},
         "torch, few residues": {"N": 319},
@@ -458,19 +348,11 @@ def test_cuequivariance_gets_its_shapes(monkeypatch):
         "torch, a wide head": {"D": 136},
         "torch, a mask with a gradient": {"grad": True},
         "torch, not installed": {"installed": False},
-    }.items(),
-    ids=str,
+    }.values(),
 )
-def test_the_faster_attention(monkeypatch, served, given):
-    told = {
-        "N": 320,
-        "bytes": 2,
-        "on_gpu": True,
-        "D": 32,
-        "grad": False,
-        "installed": True,
-        **given,
-    }
+def test_the_faster_attention(monkeypatch, given):
+    told = {"N": 320, "bytes": 2, "on_gpu": True, "D": 32, "grad": False, "installed": True}
+    told |= given
     monkeypatch.setattr(pairs, "_found", lambda: told["installed"])
     bias = SimpleNamespace(
         is_cuda=told["on_gpu"],
@@ -479,29 +361,27 @@ def test_the_faster_attention(monkeypatch, served, given):
     )
     mask = torch.ones(3, requires_grad=told["grad"])
     chosen = TriangleAttention(C, told["D"], H)._is_for_cuequivariance(bias, mask)
-    assert chosen == (served == "cuequivariance")
+    assert chosen == (given == {})
     assert not TriangleAttention(C, attention="torch")._is_for_cuequivariance(bias, mask)
 
 
 def test_autocast_makes_products_in_sixteen_bits():
+    z = torch.randn(2, N, N, C)
     for module in (TriangleAttention(C, D, H), PairTransition(C)):
         randomized(module).float()
-        z, mask = torch.randn(2, N, N, C), torch.ones(2, N, N)
         with torch.autocast("cpu", torch.bfloat16):
-            got = module(z, mask) if isinstance(module, TriangleAttention) else module(z)
+            got = module(z)
         assert got.dtype == torch.bfloat16
         # Values near one, of products that are rounded to 8 bits.
-        want = module(z, mask) if isinstance(module, TriangleAttention) else module(z)
-        torch.testing.assert_close(got.float(), want, rtol=0.05, atol=0.1)
+        torch.testing.assert_close(got.float(), module(z), rtol=0.05, atol=0.1)
 
 
 def test_sixteen_bits_beside_parameters_in_float32():
-    module = randomized(TriangleAttention(C, D, H)).float()
-    z, mask = pair()
-    got = module(z.bfloat16(), mask)
+    module, z = randomized(TriangleAttention(C, D, H)).float(), pair()[0].bfloat16()
+    got = module(z)
     assert got.dtype == torch.bfloat16
     # The result is rounded.
-    torch.testing.assert_close(got, module(z.bfloat16().float(), mask).bfloat16())
+    torch.testing.assert_close(got, module(z.float()).bfloat16())
 
 
 def test_a_block_of_boltz_under_autocast_is_float32():
@@ -565,53 +445,44 @@ def test_other_wrong_arguments_are_named(monkeypatch):
         TriangleAttention(4, bias=True).load_state_dict(state, strict=False)
 
 
-CONTRACT = {
-    "update": lambda: TriangleMultiplicativeUpdate(C, D),
-    "attention": lambda: TriangleAttention(C, D, H),
-    "block": lambda: PairBlock(C, 0.0, D, H),
-}
-
-
-@pytest.fixture(params=CONTRACT)
-def contracted(request):
-    """Return a part of the block or the block, with random parameters, and its arguments."""
+@pytest.fixture
+def block():
+    """A block, which has an update, attention and the transition, with z and a mask."""
     torch._dynamo.reset()
-    return randomized(CONTRACT[request.param]()), *pair(2)
+    return randomized(PairBlock(C, 0.0, D, H)), *pair(2)
 
 
-@pytest.mark.parametrize("name", CONTRACT)
-def test_a_state_dict_goes_round(name, tmp_path):
-    module, (z, mask) = randomized(CONTRACT[name]()), pair(2)
+def test_a_state_dict_goes_round(block, tmp_path):
+    module, z, mask = block
     torch.save(module.state_dict(), tmp_path / "state")
     with torch.device("meta"):
-        again = CONTRACT[name]()
-    again = again.to_empty(device="cpu").double()
+        again = PairBlock(C, 0.0, D, H).double()
+    assert again(z.to("meta"), mask.to("meta")).shape == z.shape
+    again = again.to_empty(device="cpu")
     again.load_state_dict(torch.load(tmp_path / "state"))
-    assert torch.equal(again(z, mask), module(z, mask))
+    for other in (again, pickle.loads(pickle.dumps(module))):
+        assert torch.equal(other(z, mask), module(z, mask))
 
 
-def test_activation_checkpointing(contracted):
-    module, z, mask = contracted
+def same_gradients(function, module, z, mask):
     inputs = z, *module.parameters()
-    want = gradients(module(z, mask), *inputs)
-    got = gradients(checkpoint(module, z, mask, use_reentrant=False), *inputs)
+    got, want = function(z, mask), module(z, mask)
     torch.testing.assert_close(got, want, **TOLERANCE)
+    found, wanted = gradients(got, *inputs), gradients(want, *inputs)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+
+
+def test_activation_checkpointing(block):
+    same_gradients(functools.partial(checkpoint, block[0], use_reentrant=False), *block)
 
 
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
-def test_compiled_without_a_break(contracted):
-    module, z, mask = contracted
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    inputs = z, *module.parameters()
-    got, want = compiled(z, mask), module(z, mask)
-    torch.testing.assert_close(got, want, **TOLERANCE)
-    torch.testing.assert_close(
-        gradients(got, *inputs), gradients(want, *inputs), rtol=0, atol=1e-10
-    )
+def test_compiled_without_a_break(block):
+    same_gradients(torch.compile(block[0], fullgraph=True, backend="aot_eager"), *block)
 
 
-def test_exported_for_any_number_of_residues(contracted, tmp_path):
-    module, z, mask = contracted
+def test_exported_for_any_number_of_residues(block, tmp_path):
+    module, z, mask = block
     # Of a larger batch, torch can't prove the sizes of attention equal for every N.
     given = z[:1].detach(), mask[:1]
     edges = dict.fromkeys((1, 2), torch.export.Dim("N", min=2, max=512))
@@ -648,7 +519,7 @@ def test_a_block_on_a_gpu(attention):
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:(?s).*cuequivariance triangle_attention:UserWarning")
 @pytest.mark.parametrize("attention", ["torch", "cuequivariance"])
-@pytest.mark.parametrize("starting", [True, False], ids=["starting", "ending"])
+@STARTING
 def test_rows_without_edges_on_a_gpu(attention, starting):
     """Kernels that keep a logarithm of a sum had gradients N times too large."""
     if attention == "cuequivariance":

@@ -3,46 +3,19 @@
 from __future__ import annotations
 
 import functools
-import weakref
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
-
 import fusedops  # noqa: E402
+from allocated import peak  # noqa: E402
 from fusedops.trimul.op import trimul, trimul_vjp  # noqa: E402
 from gpukern.trimul import backward, forward, products  # noqa: E402
 
 #: Bytes of o, in the tests without a GPU.
 PLANE = 4 * 768 * 768 * 8
-
-
-class Allocated(TorchDispatchMode):
-    """Counts the bytes of tensors that are made, but of those given."""
-
-    def __init__(self, given):
-        super().__init__()
-        self.known = {t.untyped_storage()._cdata for t in given}
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
-            if storage is not None and storage._cdata not in self.known:
-                self.known.add(storage._cdata)
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())
-        return made
-
-    def free(self, key, size):
-        self.known.discard(key)
-        self.now -= size
 
 
 @pytest.fixture
@@ -61,12 +34,11 @@ def arguments(limit, N=768, C=8, H=8, gate="output"):
     return [torch.empty(shape) for shape in shapes], ("outgoing", gate, "ieee", 1e-5, limit)
 
 
-def peak(work, primitive, a, outputs):
+def peak_of(work, primitive, a, outputs):
     y = primitive.Outputs._make(outputs)
     given = [t for t in (*a, *outputs) if isinstance(t, torch.Tensor)]
-    with torch.no_grad(), Allocated(given) as memory:
-        work(a, y)
-    return memory.peak
+    with torch.no_grad():
+        return peak(lambda: work(a, y), *given)
 
 
 @pytest.mark.filterwarnings("error")
@@ -79,16 +51,16 @@ def test_the_limit_holds(launched, gate, planes):
     arrays, static = arguments(limit, gate=gate)
     a = trimul.Arguments._make((*arrays, *static))
     work = forward.triangle_multiplicative_update
-    assert peak(work, trimul, a, [torch.empty_like(a.x), None]) <= limit
+    assert peak_of(work, trimul, a, [torch.empty_like(a.x), None]) <= limit
     hidden = torch.empty(1, H, N, N)
     for o in (hidden, None):
         a = trimul_vjp.Arguments._make((*arrays, o, torch.empty_like(a.x), *static))
         work = backward.triangle_multiplicative_update_vjp
         outputs = [torch.empty_like(array) for array in arrays]
-        assert peak(work, trimul_vjp, a, outputs) <= limit
+        assert peak_of(work, trimul_vjp, a, outputs) <= limit
         # Without a cotangent of x, no memory of a result holds another before.
         if planes > 4:
-            assert peak(work, trimul_vjp, a, [None, *outputs[1:]]) <= limit
+            assert peak_of(work, trimul_vjp, a, [None, *outputs[1:]]) <= limit
 
 
 def test_less_memory_takes_no_more_passes(launched):
@@ -104,7 +76,7 @@ def test_less_memory_takes_no_more_passes(launched):
         need = functools.partial(backward._need, update, a, a.x, False)
         update.divide(need, 1)
         work = backward.triangle_multiplicative_update_vjp
-        peak(work, trimul_vjp, a, [torch.empty_like(array) for array in arrays])
+        peak_of(work, trimul_vjp, a, [torch.empty_like(array) for array in arrays])
         counts.append((len(launched), len(update.lines), len(update.channels)))
     (whole, *ones), *others = counts
     assert ones == [1, 1]
