@@ -128,6 +128,9 @@ def emulated(monkeypatch):
     monkeypatch.setattr(plan.Update, "new", poisoned)
     monkeypatch.setattr(backward, "launch", emulate)
     monkeypatch.setattr(plan, "is_hopper", lambda device: True)
+    hopper = plan.hopper_backward
+    monkeypatch.setattr(hopper, "way_to_finish_back", lambda *sizes: 8)
+    monkeypatch.setattr(hopper, "way_to_project_back", lambda *sizes: hopper.Way(8, 32))
     monkeypatch.setattr(backward, "MANY", 1)
     monkeypatch.setattr(backward, "_ALONE", 1)
     return launched
@@ -145,7 +148,7 @@ def test_cotangents_around_the_kernels(
 ):
     """At once or in parts, with o from the forward or without, cotangents are the formula's."""
     available("torch", "triton")
-    B, N, C, H = 2, 16, 64, 64 if saved else 128
+    B, N, C, H = 1 + saved, 8 * parts, 16, 24
     rng, some = np.random.default_rng(0), saved != (gate == "hidden")
     made = pair(B, N, C, H, rng, gate=gate, mask=some or None, norms=some, biases=some)
     if dtype == torch.float32 and not some:
@@ -164,7 +167,7 @@ def test_cotangents_around_the_kernels(
     y = y if some else y._replace(dx=None)
     if parts > 1:
         # Eight lines, and channels that don't divide H.
-        monkeypatch.setattr(plan, "in_parts", lambda *_: [1, 24, 1])
+        monkeypatch.setattr(plan, "in_parts", lambda *_: [1, 16, 1])
     backward.triangle_multiplicative_update_vjp(a, y)
     assert emulated == (["finish_back"] * parts + ["project_back"] * parts) * B
     for name, one, other in zip(y._fields, y, want, strict=True):
