@@ -27,8 +27,7 @@ PROCESSES = 2
 
 MODULES = {
     "convolution": (lambda: DynamicShortConvolution(8, 4, generator_reduction=2), (4, 6, 8)),
-    "triangle": (lambda: TriangleMultiplicativeUpdate(8, 4, bias=True), (4, 5, 5, 8)),
-    "triangle-batches": (lambda: TriangleMultiplicativeUpdate(8, 4), (4, 1, 5, 5, 8)),
+    "triangle": (lambda: TriangleMultiplicativeUpdate(8, 4, bias=True), (4, 1, 5, 5, 8)),
     "attention": (lambda: TriangleAttention(8, 4, 2, False), (4, 1, 5, 5, 8)),
     "block": (lambda: PairBlock(8, 0.0, 4, 2), (4, 5, 5, 8)),
 }
