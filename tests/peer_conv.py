@@ -25,9 +25,14 @@ import torch
 
 from fusedops.compat import causal_conv1d, fla, sglang, vllm
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 def module(name: str, **contents: Any) -> ModuleType:
-    """Return an imported module with the given contents."""
+    """Return an imported module with the given contents, in packages that are imported, too."""
+    parent = name.rpartition(".")[0]
+    if parent and parent not in sys.modules:
+        module(parent)
     made = sys.modules[name] = ModuleType(name)
     made.__path__ = []
     made.__dict__.update(contents)
@@ -75,10 +80,7 @@ def close(name: str, want: torch.Tensor, got: torch.Tensor, ratio: float) -> Non
 
 def for_fla(clone: Path) -> str:
     """Import ours for flash-linear-attention's functions; return the source of its tests."""
-    module("fla")
-    module("fla.modules")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    module("fla.utils", assert_close=close, device=device)
+    module("fla.utils", assert_close=close, device=DEVICE)
     contents = {**ours(fla), "fast_causal_conv1d_fn": fla.causal_conv1d}
     module("fla.modules.convolution", **contents)
     # Tests of fla's other backends are skipped unless causal-conv1d is there.
@@ -91,24 +93,11 @@ def for_fla(clone: Path) -> str:
     return source
 
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def packages(name: str, **contents: Any) -> None:
-    """Import a module with the given contents, and the packages that it lies in."""
-    parents = name.split(".")[:-1]
-    for depth in range(1, len(parents) + 1):
-        package = ".".join(parents[:depth])
-        if package not in sys.modules:
-            module(package)
-    module(name, **contents)
-
-
 def for_vllm(clone: Path) -> str:
     """Import ours for vLLM's functions; return the source of its tests."""
-    packages("vllm.model_executor.layers.mamba.ops.causal_conv1d", **ours(vllm))
-    packages("vllm.utils.torch_utils", set_random_seed=torch.manual_seed)
-    packages("vllm.v1.attention.backends.utils", NULL_BLOCK_ID=0, PAD_SLOT_ID=-1)
+    module("vllm.model_executor.layers.mamba.ops.causal_conv1d", **ours(vllm))
+    module("vllm.utils.torch_utils", set_random_seed=torch.manual_seed)
+    module("vllm.v1.attention.backends.utils", NULL_BLOCK_ID=0, PAD_SLOT_ID=-1)
     # A test of speculative decoding is left out where vLLM's own functions for a CPU would run.
     platform = SimpleNamespace(
         device_type=DEVICE,
@@ -116,7 +105,7 @@ def for_vllm(clone: Path) -> str:
         is_xpu=lambda: False,
         is_cpu=lambda: False,
     )
-    packages("vllm.platforms", current_platform=platform)
+    module("vllm.platforms", current_platform=platform)
     torch.accelerator.empty_cache = lambda: None
     return fewer((clone / "tests/kernels/mamba/test_causal_conv1d.py").read_text())
 
@@ -124,12 +113,12 @@ def for_vllm(clone: Path) -> str:
 def for_sglang(clone: Path) -> str:
     """Import ours for SGLang's functions; return the source of its tests."""
     contents = {**ours(sglang), "PAD_SLOT_ID": -1}
-    packages("sglang.srt.layers.attention.mamba.causal_conv1d_triton", **contents)
-    packages("sglang.kernels.ops.mamba.causal_conv1d_triton", **contents)
-    packages("sglang.srt.utils", get_device=lambda: DEVICE)
-    packages("sglang.test.test_utils", empty_gpu_cache=lambda: None)
+    module("sglang.srt.layers.attention.mamba.causal_conv1d_triton", **contents)
+    module("sglang.kernels.ops.mamba.causal_conv1d_triton", **contents)
+    module("sglang.srt.utils", get_device=lambda: DEVICE)
+    module("sglang.test.test_utils", empty_gpu_cache=lambda: None)
     registered = {f"register_{where}_ci": lambda **options: None for where in ("amd", "cuda")}
-    packages("sglang.test.ci.ci_register", **registered)
+    module("sglang.test.ci.ci_register", **registered)
     return fewer((clone / "test/registered/layers/mamba/test_causal_conv1d.py").read_text())
 
 

@@ -327,16 +327,8 @@ if __name__ == "__main__":
     sys.path[:0] = [str(clone / program.source), str(clone)]
     sys.meta_path.append(Needless(program.needless))  # type: ignore[arg-type]
     os.environ["LAYERNORM_TYPE"] = "torch"  # Protenix compiles its own otherwise.
-    options = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--disable-warnings",
-        "-c",
-        os.devnull,
-        "--rootdir",
-        str(clone),
-    ]
+    options = ["-q", "-p", "no:cacheprovider", "--disable-warnings", "-c", os.devnull]
+    options += ["--rootdir", str(clone)]
     with tempfile.TemporaryDirectory() if name == "cuequivariance" else nullcontext("") as folder:
         if name == "cuequivariance":
             tests = [for_cuequivariance(clone, folder), "-k", "multiplicative"]
