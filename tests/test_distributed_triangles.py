@@ -84,13 +84,18 @@ CASES = {
     "alone": dict(sharded=1, B=(), H=6),
     "alone-incoming": dict(sharded=1, B=(), H=5, direction="incoming", sizes="uneven"),
     "many-chunks": dict(sharded=1, H=18, chunks=6),
+    "dependent": dict(sharded=1, dependent=True),
+    "dependent-incoming": dict(
+        sharded=2, dependent=True, direction="incoming", chunks=2, keep=True
+    ),
+    "dependent-mesh": dict(sharded=(1, 2), dependent=True, chunks=2),
     "many-leading": dict(sharded=1, B=(2, 1, 2), N=3, H=2, sizes="uneven"),
 }
 
 
 def made(case):
     """Return what a case's call takes, and how it is sharded."""
-    options = dict(CASES[case])
+    options = {name: value for name, value in CASES[case].items() if name != "dependent"}
     spread = {name: options.pop(name, None) for name in ("sharded", "sizes")}
     call = {name: options.pop(name) for name in ("chunks", "keep") if name in options}
     alike = {"direction": options.pop("direction", "outgoing")}
@@ -108,13 +113,18 @@ def test_value_and_all_derivatives_are_one_devices(case):
     cotangent, others = torch.randn_like(x), [torch.randn_like(a) for a in arrays]
 
     def derivatives(x, mask, weights, cotangent, op, **more):
-        """Return the output, gradients, and second derivatives, of this call's own loss."""
+        """Return the output, and this call's own loss, from which derivatives follow."""
+        if "dependent" in CASES[case]:
+            p = weights["p_in_weight"]
+            weights = weights | {"g_in_weight": p, "norm_in_weight": p[0].tanh()}
+            mask = x.mean(-1)
         out = op(x, mask=mask, **weights, **alike, **more)
         return out, (out * cotangent).sum()
 
     # One device.
     want, loss = derivatives(x, mask, weights, cotangent, on_one)
-    gradients = torch.autograd.grad(loss, arrays, create_graph=True)
+    options = {"create_graph": True, "materialize_grads": True}
+    gradients = torch.autograd.grad(loss, arrays, **options)
     second = sum((g * v).sum() for g, v in zip(gradients, others, strict=True))
     want_second = torch.autograd.grad(second, arrays, materialize_grads=True)
 
@@ -128,7 +138,8 @@ def test_value_and_all_derivatives_are_one_devices(case):
     wanted = [own(g, axes, shift) for g, shift in zip(gradients[:2], (0, 1), strict=True)]
     # Two ways: one overlaps exchanges and products, the other can be differentiated again.
     for again in (False, True):
-        found = torch.autograd.grad(loss, arrays, retain_graph=True, create_graph=again)
+        options["create_graph"] = again
+        found = torch.autograd.grad(loss, arrays, retain_graph=True, **options)
         # Gradients of pairs are zero outside of the shard; gradients of weights are whole.
         first = [own(g, axes, shift) for g, shift in zip(found[:2], (0, 1), strict=True)]
         torch.testing.assert_close(first, wanted, rtol=1e-10, atol=1e-12)
@@ -142,34 +153,6 @@ def test_value_and_all_derivatives_are_one_devices(case):
     wanted = [own(g, axes, shift) for g, shift in zip(want_second[:2], (0, 1), strict=True)]
     torch.testing.assert_close(first, wanted, rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(found[2:], want_second[2:], rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("case", ["rows", "columns", "mesh"])
-@on_ranks
-def test_arguments_may_depend_on_each_other(case):
-    x, _, weights, alike, given, axes = made(case)
-    leaves = [x.requires_grad_(), weights["p_in_weight"].requires_grad_()]
-    cotangent, others = torch.randn_like(x), [torch.randn_like(a) for a in leaves]
-
-    def loss(x, p, cotangent, op, **more):
-        some = {"p_in_weight": p, "g_in_weight": p, "norm_in_weight": p[0].tanh()}
-        out = op(x, mask=x.mean(-1), **(weights | some), **alike, **more)
-        return (out * cotangent).sum()
-
-    want = torch.autograd.grad(loss(*leaves, cotangent, on_one), leaves, create_graph=True)
-    second = sum((g * v).sum() for g, v in zip(want, others, strict=True))
-    want_second = torch.autograd.grad(second, leaves)
-
-    shared = share(leaves[1], group=dist.group.WORLD)
-    value = loss(own(x, axes), shared, own(cotangent, axes), update, **given)
-    for again in (False, True):
-        dx, dp = torch.autograd.grad(value, leaves, retain_graph=True, create_graph=again)
-        torch.testing.assert_close(own(dx, axes), own(want[0], axes), rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(dp, want[1], rtol=1e-10, atol=1e-12)
-    second = (dx * others[0]).sum() + (dp * others[1]).sum() * (dist.get_rank() == 0)
-    dx, dp = torch.autograd.grad(second, leaves)
-    torch.testing.assert_close(own(dx, axes), own(want_second[0], axes), rtol=1e-9, atol=1e-11)
-    torch.testing.assert_close(dp, want_second[1], rtol=1e-9, atol=1e-11)
 
 
 #: Channels travel one or two at a time.

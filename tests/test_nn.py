@@ -131,29 +131,13 @@ def test_a_state_dict_of_jet_nemotron_loads():
     torch.testing.assert_close(gradients(module, y, u), gradients(module, want, u), **TOLERANCE)
 
 
-def test_kernels_are_laid_out_by_channel_then_tap():
-    module, x = example()
-    flat = module.kernel_generator(x)
-    kernels = module.get_kernel(x)
-    assert kernels.shape == (2, 9, 6, 4)
-    assert torch.equal(kernels[..., 3, 1], flat[..., 3 * 4 + 1])
-    torch.testing.assert_close(module.get_kernel(x[:, 2]), kernels[:, 2], **TOLERANCE)
-
-
 def test_a_call_of_jet_nemotrons_constructor_is_a_call_of_ours():
-    module = DynamicShortConvolution(
-        hidden_size=8,
-        kernel_size=4,
-        generator_input_size=None,
-        generator_reduction=8,
-        generator_activation="silu",
-        activation="silu",
-        static_conv_init=torch.nn.init.ones_,
-        use_fast_conv1d=True,
-        implementation="triton",
-    )
-    assert (module.implementation, module.use_fast_conv1d) == ("triton", True)
-    assert module.static_conv_init is torch.nn.init.ones_
+    given = {"hidden_size": 8, "kernel_size": 4, "generator_input_size": None}
+    given |= {"generator_reduction": 8, "generator_activation": "silu", "activation": "silu"}
+    kept = {"static_conv_init": torch.nn.init.ones_, "use_fast_conv1d": True}
+    kept |= {"implementation": "triton"}
+    module = DynamicShortConvolution(**given, **kept)
+    assert {name: getattr(module, name) for name in kept} == kept
 
 
 def test_it_starts_at_zero_or_at_the_static_kernels():
@@ -168,6 +152,7 @@ def test_it_starts_at_zero_or_at_the_static_kernels():
     assert module.kernel_generator.w2.bias.requires_grad
     assert not module.kernel_generator.w2.weight.any()
     torch.testing.assert_close(module(x)[0], fusedops.dynamic_conv(x, taps), **TOLERANCE)
+    assert torch.equal(module.get_kernel(x[:, 2]), taps.expand(2, 6, 4).double())
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -276,16 +261,6 @@ def test_packed_sequences_are_separate_ones(as_object):
             one, final = module(tokens, cache=before, output_final_state=True)
             torch.testing.assert_close(out[:, starts[s] : starts[s + 1]], one, **TOLERANCE)
             assert torch.equal(found[s : s + 1], final)
-
-
-def test_a_packed_batch_of_single_tokens_is_a_batch_of_steps():
-    module, x = example()
-    cache = torch.randn(2, 6, 4, dtype=x.dtype)
-    want_cache = cache.clone()
-    want, _ = module(x[:, :1], cache=want_cache)
-    y, _ = module(x[:, 0][None], cache=cache, cu_seqlens=torch.arange(3), output_final_state=True)
-    torch.testing.assert_close(y, want.swapaxes(0, 1), **TOLERANCE)
-    assert torch.equal(cache, want_cache)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
@@ -465,51 +440,69 @@ def test_the_text_that_it_shows():
     assert "backend='torch'" in repr(DynamicShortConvolution(6, 4, backend="torch"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((0, 4), "hidden_size is 0; it should be at least 1"),
-        ((6, 0), "kernel_size is 0; it should be at least 1"),
-        ((6, 4, 0), "generator_input_size is 0; it should be at least 1"),
-        ((6, 4, None, 7), "generator_reduction is 7; it should be from 1 to 6"),
-        ((6, 4, None, 0), "generator_reduction is 0; it should be from 1 to 6"),
-        (
-            (6, 4, None, 2, "softplus"),
-            "generator_activation is 'softplus'; it should be one of sil",
-        ),
-        ((6, 4, None, 2, None), "generator_activation is None; it should be one of silu, swish"),
-        ((6, 4, None, 2, "silu", "relu"), "activation is 'relu'; it should be one of None, silu"),
-    ],
-)
-def test_bad_sizes_and_activations_are_named(arguments, message):
-    with pytest.raises(ValueError, match=f"^DynamicShortConvolution: {message}"):
-        DynamicShortConvolution(*arguments)
+X, Z = torch.zeros(2, 9, 6), torch.zeros(2, 4, 4, 6)
+
+
+def made(*arguments, **options):
+    return lambda: DynamicShortConvolution(*arguments, **options)
+
+
+def convolved(**given):
+    return lambda: DynamicShortConvolution(6, 4)(**{"x": X, **given})
+
+
+def updating(**options):
+    return lambda: TriangleMultiplicativeUpdate(**{"c_z": 6, **options})
+
+
+def updated(*given):
+    return lambda: TriangleMultiplicativeUpdate(6, 5)(*given)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("call", "message"),
     [
-        ({"x": torch.zeros(9, 6)}, r"x has shape \(9, 6\); it should be \(B, T, 6\)"),
-        ({"x": torch.zeros(2, 9, 5)}, r"x has shape \(2, 9, 5\)"),
-        ({"x": np.zeros((2, 9, 6), "f4")}, "x is a ndarray"),
-        ({"mask": torch.ones(2, 8)}, r"mask has shape \(2, 8\); .* \(2, 9\)"),
-        ({"mask": torch.ones(9)}, r"mask has shape \(9,\)"),
-        ({"mask": [[1], [1]]}, "mask is a list; it should be a tensor"),
-        ({"cache": torch.ones(1, 6, 4)}, r"cache has shape .* be \(2, 6, 4\)"),
-        ({"cache": torch.ones(2, 6, 4).half()}, "cache has dtype float16"),
-        ({"cache": np.zeros((2, 6, 4), "f4")}, "cache is a ndarray; it should be a tensor"),
-        ({"generator_input": torch.ones(2, 1, 6)}, r"generator_input has shape"),
-        ({"cu_seqlens": torch.tensor([0, 9])}, "with cu_seqlens it should be"),
+        (made(0, 4), "^DynamicShortConvolution: hidden_size is 0; it should be at least 1"),
+        (made(6, 0), "kernel_size is 0; it should be at least 1"),
+        (made(6, 4, 0), "generator_input_size is 0; it should be at least 1"),
+        (made(6, 4, None, 7), "generator_reduction is 7; it should be from 1 to 6"),
+        (made(6, 4, None, 0), "generator_reduction is 0; it should be from 1 to 6"),
+        (made(6, 4, None, 2, "softplus"), "generator_activation is 'softplus'; it should be one"),
+        (made(6, 4, None, 2, None), "generator_activation is None; it should be one of silu, swi"),
+        (made(6, 4, None, 2, "silu", "relu"), "activation is 'relu'; it should be one of None, s"),
+        (made(6, 4, backend="cuda"), "backend is 'cuda'; it should be one of None, triton"),
+        (convolved(x=X[0]), r"x has shape \(9, 6\); it should be \(B, T, 6\)"),
+        (convolved(x=X[..., :5]), r"x has shape \(2, 9, 5\)"),
+        (convolved(x=X.numpy()), "x is a ndarray"),
+        (convolved(mask=torch.ones(2, 8)), r"mask has shape \(2, 8\); .* \(2, 9\)"),
+        (convolved(mask=torch.ones(9)), r"mask has shape \(9,\)"),
+        (convolved(mask=[[1], [1]]), "mask is a list; it should be a tensor"),
+        (convolved(cache=torch.ones(1, 6, 4)), r"cache has shape .* be \(2, 6, 4\)"),
+        (convolved(cache=torch.ones(2, 6, 4).half()), "cache has dtype float16"),
+        (convolved(cache=np.zeros((2, 6, 4), "f4")), "cache is a ndarray; it should be a tensor"),
+        (convolved(generator_input=torch.ones(2, 1, 6)), r"generator_input has shape"),
+        (convolved(cu_seqlens=torch.tensor([0, 9])), "with cu_seqlens it should be"),
         (
-            {"cu_seqlens": torch.tensor([0, 4, 9]), "cache": torch.ones(1, 6, 4)},
+            convolved(cu_seqlens=torch.tensor([0, 4, 9]), cache=torch.ones(1, 6, 4)),
             r"cache has shape \(1, 6, 4\)",
         ),
+        (updating(c_z=0), "^TriangleMultiplicativeUpdate: c_z is 0; it should be at least 1"),
+        (updating(c_hidden=0), "c_hidden is 0; it should be at least 1"),
+        (updating(direction="up"), "direction is 'up'; it should be one of outgoing, incoming"),
+        (updating(gate="none"), "gate is 'none'; it should be one of output, hidden"),
+        (updating(precision="fp64"), "precision is 'fp64'; it should be one of None, float32, iee"),
+        (updating(backend="cuda"), "backend is 'cuda'; it should be one of None, triton"),
+        (updated(Z[..., :5]), r"x has shape .*; it should be \(\.\.\., N, N, 6\)"),
+        (updated(Z[0, 0]), r"x has shape .*; it should be \(\.\.\., N, N, 6\)"),
+        (updated(Z[:, :3]), r"x has shape .*; it should be \(\.\.\., N, N, 6\)"),
+        (updated(Z, torch.ones(2, 4)), r"mask has shape \(2, 4\); it should broadcast to \(2, 4"),
+        (updated(Z, [1]), "mask is a list; it should be a tensor"),
+        (updated(Z.numpy()), "x is a ndarray; it should be a tensor"),
     ],
 )
-def test_bad_calls_are_named(arguments, message):
-    module = DynamicShortConvolution(6, 4)
+def test_wrong_arguments_are_named(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        module(**{"x": torch.zeros(2, 9, 6), **arguments})
+        call()
 
 
 def test_unknown_keywords_are_ignored():
@@ -616,46 +609,6 @@ def test_an_update_takes_what_boltz_passes_and_its_own_options():
     assert TriangleMultiplicativeUpdate(6).extra_repr() == (
         "6, c_hidden=6, direction='outgoing', gate='output'"
     )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"c_z": 0}, "c_z is 0; it should be at least 1"),
-        ({"c_hidden": 0}, "c_hidden is 0; it should be at least 1"),
-        (
-            {"direction": "ingoing"},
-            "direction is 'ingoing'; it should be one of outgoing, incoming",
-        ),
-        ({"gate": "none"}, "gate is 'none'; it should be one of output, hidden"),
-        ({"precision": "fp64"}, "precision is 'fp64'; it should be one of None, float32, ieee"),
-        ({"backend": "cuda"}, "backend is 'cuda'; it should be one of None, triton"),
-    ],
-)
-def test_bad_updates_are_named(arguments, message):
-    with pytest.raises(ValueError, match=f"^TriangleMultiplicativeUpdate: {message}"):
-        TriangleMultiplicativeUpdate(**{"c_z": 6, **arguments})
-
-
-Z = torch.zeros(2, 4, 4, 6)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        *(
-            ((z,), r"x has shape .*; it should be \(\.\.\., N, N, 6\)")
-            for z in (Z[..., :5], Z[0, 0])
-        ),
-        ((Z[:, :3],), r"x has shape \(2, 3, 4, 6\); it should be \(\.\.\., N, N, 6\)"),
-        ((Z, torch.ones(2, 4)), r"mask has shape \(2, 4\); it should broadcast to \(2, 4"),
-        ((Z, [1]), "mask is a list; it should be a tensor"),
-        ((Z.numpy(),), "x is a ndarray; it should be a tensor"),
-    ],
-)
-def test_bad_calls_of_an_update_are_named(given, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        TriangleMultiplicativeUpdate(6, 5)(*given)
 
 
 @pytest.mark.parametrize("gate", ["output", "hidden"])
