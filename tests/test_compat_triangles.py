@@ -109,10 +109,9 @@ def test_attributes_that_programs_read():
     assert block.layers[0].post_layer_norm
     assert block.layers[0].tri_att_end.inf == 1e9
     assert openfold.TriangleAttentionEndingNode(8, 4, 2, inf=1e4).inf == 1e4
-    transition = boltz.Transition(8)
-    transition.silu = torch.nn.Identity()
+    transition, x = boltz.Transition(8), torch.randn(3, 8)
     torch.nn.init.normal_(transition.fc3.weight)
-    x = torch.randn(3, 8)
+    transition.silu = torch.nn.Identity()
     n = transition.norm(x)
     torch.testing.assert_close(transition(x), transition.fc3(transition.fc1(n) * transition.fc2(n)))
 
@@ -140,50 +139,29 @@ def test_a_layer_is_replaced_by_openfolds_name():
         ours.linear_a_p.weight = torch.zeros(5, 6)
 
 
-#: The sizes of ESMFold's updates and attention: the pair representation, a head, and heads.
-ESMFOLD = 16, 8, 2
-
-
-@pytest.fixture
-def esmfold():
+@pytest.mark.parametrize("name", ["out", "in", "start", "end"])
+def test_esmfolds_modules_load_strictly(name):
     modeling = pytest.importorskip("transformers.models.esm.modeling_esmfold")
     torch.manual_seed(0)
-    C, D, H = ESMFOLD
-    config = SimpleNamespace(pairwise_state_dim=C)
-    made = torch.nn.ModuleDict(
-        {
-            "out": modeling.EsmFoldTriangleMultiplicativeUpdate(config, _outgoing=True),
-            "in": modeling.EsmFoldTriangleMultiplicativeUpdate(config, _outgoing=False),
-            "start": modeling.EsmFoldTriangleAttention(C, D, H, inf=1e9),
-            "end": modeling.EsmFoldTriangleAttention(C, D, H, starting=False, inf=1e9),
-        }
-    )
-    for parameter in made.parameters():
+    if name in ("out", "in"):
+        config = SimpleNamespace(pairwise_state_dim=16)
+        theirs = modeling.EsmFoldTriangleMultiplicativeUpdate(config, _outgoing=name == "out")
+        ours = openfold.TriangleMultiplicativeUpdate(16, 16, name == "out")
+    else:
+        theirs = modeling.EsmFoldTriangleAttention(16, 8, 2, starting=name == "start", inf=1e9)
+        ours = openfold.TriangleAttention(16, 8, 2, name == "start")
+    for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    return made
-
-
-@pytest.mark.parametrize("name", ["out", "in", "start", "end"])
-def test_esmfolds_modules_load_strictly(esmfold, name):
-    C, D, H = ESMFOLD
-    theirs = esmfold[name]
-    ours = {
-        "out": lambda: openfold.TriangleMultiplicationOutgoing(C, C),
-        "in": lambda: openfold.TriangleMultiplicationIncoming(C, C),
-        "start": lambda: openfold.TriangleAttentionStartingNode(C, D, H),
-        "end": lambda: openfold.TriangleAttentionEndingNode(C, D, H),
-    }[name]()
     ours.load_state_dict(theirs.state_dict())
-    z, mask = torch.randn(1, 7, 7, C), (torch.rand(1, 7, 7) > 0.3).float()
+    z, mask = torch.randn(1, 7, 7, 16), (torch.rand(1, 7, 7) > 0.3).float()
     mask[:, 2] = mask[..., 2] = 0
-    grads = []
+    found = []
     for module in (theirs, ours):
         x = z.clone().requires_grad_()
         out = module(x, mask=mask)
         # Theirs of a row without a key is not the derivative of its value.
-        (out * mask[..., None]).square().sum().backward()
-        grads.append([out, x.grad])
-    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-4)
+        found.append([out, *torch.autograd.grad((out * mask[..., None]).square().sum(), x)])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 def test_esmfolds_attention_has_biases():

@@ -34,9 +34,9 @@ def arguments(limit, N=768, C=8, H=8, gate="output"):
     return [torch.empty(shape) for shape in shapes], ("outgoing", gate, "ieee", 1e-5, limit)
 
 
-def peak_of(work, primitive, a, outputs):
-    y = primitive.Outputs._make(outputs)
-    given = [t for t in (*a, *outputs) if isinstance(t, torch.Tensor)]
+def peak_of(work, primitive, arguments, outputs):
+    a, y = primitive.Arguments._make(arguments), primitive.Outputs._make(outputs)
+    given = [t for t in (*a, *y) if isinstance(t, torch.Tensor)]
     with torch.no_grad():
         return peak(lambda: work(a, y), *given)
 
@@ -46,17 +46,15 @@ def peak_of(work, primitive, a, outputs):
 @pytest.mark.parametrize("gate", ["output", "hidden"])
 def test_the_limit_holds(launched, gate, planes):
     """A limit of a few times o is met, in training and without a gradient."""
-    N, H = 768, 8
     limit = int(planes * PLANE)
     arrays, static = arguments(limit, gate=gate)
-    a = trimul.Arguments._make((*arrays, *static))
+    out, hidden = torch.empty_like(arrays[0]), torch.empty(1, 8, 768, 768)
     work = forward.triangle_multiplicative_update
-    assert peak_of(work, trimul, a, [torch.empty_like(a.x), None]) <= limit
-    hidden = torch.empty(1, H, N, N)
+    assert peak_of(work, trimul, (*arrays, *static), (out, None)) <= limit
+    work = backward.triangle_multiplicative_update_vjp
+    outputs = [torch.empty_like(array) for array in arrays]
     for o in (hidden, None):
-        a = trimul_vjp.Arguments._make((*arrays, o, torch.empty_like(a.x), *static))
-        work = backward.triangle_multiplicative_update_vjp
-        outputs = [torch.empty_like(array) for array in arrays]
+        a = *arrays, o, out, *static
         assert peak_of(work, trimul_vjp, a, outputs) <= limit
         # Without a cotangent of x, no memory of a result holds another before.
         if planes > 4:
