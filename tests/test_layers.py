@@ -165,38 +165,43 @@ def tokens():
     return torch.randn(2, 5, C).double(), None
 
 
-#: A module, its formula, and its input; and below, its layers.
+#: A module, its formula, its input, and its layers.
 MODULES = {
-    "outgoing": (lambda: TriangleMultiplicativeUpdate(C, 5, bias=True), formulas.update, pairs),
+    "outgoing": (
+        lambda: TriangleMultiplicativeUpdate(C, 5, bias=True),
+        *(formulas.update, pairs, ("p_in", "g_in", "p_out", "g_out")),
+    ),
     "incoming-hidden": (
         lambda: TriangleMultiplicativeUpdate(C, 5, "incoming", gate="hidden"),
-        formulas.update,
-        pairs,
+        *(formulas.update, pairs, ("p_in", "g_out")),
     ),
-    "starting": (lambda: TriangleAttention(C, 3, 2, bias=True), formulas.attention, pairs),
-    "ending": (lambda: TriangleAttention(C, 3, 2, starting=False), formulas.attention, pairs),
-    "transition": (lambda: PairTransition(C, 5), formulas.transition, pairs),
+    "starting": (
+        lambda: TriangleAttention(C, 3, 2, bias=True),
+        *(formulas.attention, pairs, ("linear", *(f"mha.linear_{part}" for part in "qgo"))),
+    ),
+    "ending": (
+        lambda: TriangleAttention(C, 3, 2, starting=False),
+        *(formulas.attention, pairs, ("mha.linear_k", "mha.linear_v")),
+    ),
+    "transition": (
+        lambda: PairTransition(C, 5),
+        *(formulas.transition, pairs, ("fc1", "fc2", "fc3")),
+    ),
     "so2": (
         lambda: SO2Convolution(3, 4, 2, 1, extra_m0_output_channels=5),
-        so2_formula,
-        edges,
+        *(so2_formula, edges, ("fc_m0", "so2_m_conv.0.fc")),
     ),
-    "convolution": (lambda: DynamicShortConvolution(C, 3), convolution_formula, tokens),
+    "convolution": (
+        lambda: DynamicShortConvolution(C, 3),
+        *(convolution_formula, tokens, ("kernel_generator.w1", "kernel_generator.w2")),
+    ),
 }
-LAYERS = {
-    "outgoing": ("p_in", "g_in", "p_out", "g_out"),
-    "incoming-hidden": ("p_in", "g_out"),
-    "starting": ("linear", "mha.linear_q", "mha.linear_g", "mha.linear_o"),
-    "ending": ("mha.linear_k", "mha.linear_v"),
-    "transition": ("fc1", "fc2", "fc3"),
-    "so2": ("fc_m0", "so2_m_conv.0.fc"),
-    "convolution": ("kernel_generator.w1", "kernel_generator.w2"),
-}
+LAYERS = {name: layers for name, (*_, layers) in MODULES.items()}
 
 
 def example(name):
     torch.manual_seed(0)
-    make, formula, given = MODULES[name]
+    make, formula, given, _ = MODULES[name]
     return randomized(make()), formula, *given()
 
 
@@ -246,9 +251,7 @@ def test_layers_are_called(name, path, way, monkeypatch):
 def test_hooks_of_the_backward_run(name, monkeypatch):
     monkeypatch.setattr(fusedops.nn, "MANY", 0)
     module, _, x, mask = example(name)
-    path = LAYERS[name][0]
-    seen = []
-    layer = module.get_submodule(path)
+    layer, seen = module.get_submodule(LAYERS[name][0]), []
     layer.register_full_backward_hook(lambda module, given, out: seen.append(out[0]))
     run(name, module, x.requires_grad_(), mask).sum().backward()
     assert len(seen) == 1
@@ -273,42 +276,44 @@ class Halving(nn.LayerNorm):
         return super().forward(x) / 2
 
 
-@pytest.mark.parametrize(
-    "norm",
-    [nn.RMSNorm(C), Halving(C), nn.LayerNorm(C, 0.1), nn.LayerNorm((4, C)), nn.Identity()],
-    ids=["RMSNorm", "subclass", "another-eps", "more-axes", "Identity"],
-)
-def test_norms_are_called(norm):
-    module, formula, x, mask = example("outgoing")
-    module.norm_in = norm.double()
-    torch.testing.assert_close(module(x, mask), formula(module, x, mask))
+#: A layer of another class or shape, by the module, and by the layer's owner and name.
+OTHERS = {
+    "RMSNorm": ("outgoing", "norm_in", nn.RMSNorm(C)),
+    "subclass": ("outgoing", "norm_in", Halving(C)),
+    "another-eps": ("outgoing", "norm_in", nn.LayerNorm(C, 0.1)),
+    "more-axes": ("outgoing", "norm_in", nn.LayerNorm((4, C))),
+    "no-norm": ("outgoing", "norm_in", nn.Identity()),
+    "no-norm-of-attention": ("starting", "layer_norm", nn.Identity()),
+    "bias-of-queries": ("starting", "mha.linear_q", nn.Linear(C, 6)),
+    "bias-of-an-order": ("so2", "so2_m_conv.0.fc", nn.Linear(6, 16)),
+    "one-more": ("convolution", "kernel_generator.last", nn.Tanh()),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_other_layers_are_called(other, monkeypatch):
+    monkeypatch.setattr(fusedops.nn, "MANY", 0)
+    name, path, layer = OTHERS[other]
+    module, formula, x, mask = example(name)
+    parent, last = owner(module, path)
+    parent.register_module(last, layer.double())
+    torch.testing.assert_close(run(name, module, x, mask), formula(module, x, mask))
 
 
 @pytest.mark.parametrize("name", ["outgoing", "starting"])
 def test_quantized_layers_are_called(name):
     module, formula, x, mask = example(name)
-    exact = run(name, module.float(), x.float(), mask.float())
-    path = LAYERS[name][0]
-    parent, last = owner(module, path)
+    module, x, mask = module.float(), x.float(), mask.float()
+    exact = run(name, module, x, mask)
+    parent, last = owner(module, LAYERS[name][0])
     quantized = torch.ao.quantization.quantize_dynamic(
         nn.ModuleDict({last: getattr(parent, last)}), {nn.Linear}, inplace=False
     )[last]
     setattr(parent, last, quantized)
     with torch.no_grad():
-        got, want = (
-            each(module, x.float(), mask.float()) for each in (type(module).forward, formula)
-        )
+        got, want = run(name, module, x, mask), formula(module, x, mask)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     assert 1e-4 < (got - exact).abs().max() < 0.5
-
-
-def test_a_bias_of_a_projection_is_added():
-    module, formula, x, mask = example("starting")
-    module.mha.linear_q = nn.Linear(C, 6).double()
-    torch.testing.assert_close(module(x, mask), formula(module, x, mask))
-    module, formula, x, mask = example("so2")
-    module.so2_m_conv[0]["fc"] = nn.Linear(6, 16).double()
-    torch.testing.assert_close(run("so2", module, x, mask), formula(module, x, mask))
 
 
 @pytest.mark.parametrize(
@@ -376,16 +381,6 @@ def test_a_mask_and_radial_functions_that_do_not_fit_are_named():
     forward_hook(module, "fc_m0")
     with pytest.raises(ValueError, match="x_edge has shape"):
         module(x, torch.ones(3, 16).double())
-
-
-def test_a_layer_that_is_added_is_called(monkeypatch):
-    monkeypatch.setattr(fusedops.nn, "MANY", 0)
-    module, formula, x, mask = example("convolution")
-    module.kernel_generator.append(nn.Tanh())
-    torch.testing.assert_close(module(x)[0], formula(module, x, mask))
-    module, formula, x, mask = example("starting")
-    module.layer_norm = nn.Identity()
-    torch.testing.assert_close(module(x, mask), formula(module, x, mask))
 
 
 def test_what_a_hook_sees_stays():
