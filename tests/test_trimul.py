@@ -33,7 +33,7 @@ from fusedops import triangle_multiplicative_update
 from fusedops._frame import registry
 from fusedops.trimul.examples import update
 from fusedops.trimul.op import ARRAYS, trimul, warn_of_parts
-from places import EXACT, FILLING, HAS_TORCH, available, interpreted, needs_linux, needs_torch
+from places import FILLING, HAS_TORCH, available, interpreted, needs_linux, needs_torch
 
 if HAS_TORCH:
     import torch
@@ -253,52 +253,35 @@ def test_edges_that_are_masked(place, direction, gate, hidden):
         close(p, got, expected.astype("f4"))
 
 
-MASKS = [(5, 5), (1, 5, 5), (2, 5, 1), (2, 1, 5), (5, 1), (5,), (), (1, 1, 1)]
-MASKS_OF_MANY = [(5, 5), (1, 5), (3, 5, 5), (3, 1, 5), (2, 1, 5, 5), (1, 1, 1, 1)]
+#: Leading dimensions, and the shape of a mask.
+LEADING = [
+    *(((2,), mask) for mask in ((5, 5), (1, 5, 5), (2, 5, 1), (2, 1, 5), (5, 1), (5,), ())),
+    *(((2, 3), mask) for mask in ((5, 5), (1, 5), (3, 5, 5), (3, 1, 5), (2, 1, 5, 5))),
+    *((lead, (*lead, 5, 5)) for lead in ((), (3,), (2, 3), (2, 1, 2), (2, 0))),
+    *((lead, (1,) * (len(lead) + 2)) for lead in ((2,), (2, 3))),
+]
 
 
-@pytest.mark.parametrize(
-    ("lead", "shape"),
-    [*(((2,), shape) for shape in MASKS), *(((2, 3), shape) for shape in MASKS_OF_MANY)],
-    ids=str,
-)
-def test_masks_broadcast(quick, lead, shape):
-    """A broadcast mask's gradient is a sum over the broadcast axes."""
+@pytest.mark.parametrize(("lead", "shape"), LEADING, ids=str)
+def test_any_number_of_leading_dimensions_and_masks_that_broadcast(quick, lead, shape):
+    """Values and gradients are those of a flat batch; a further call has a plan."""
     p = problem((math.prod(lead), 5, 6, 3))
     mask = np.random.default_rng(3).uniform(0.5, 1.5, shape)
     full = np.broadcast_to(mask, (*lead, 5, 5))
     flat = solve(quick, p.but(mask=full.reshape(p.arguments["mask"].shape).copy()))
     p = p.but(x=p.arguments["x"].reshape(*lead, 5, 5, 6), mask=mask)
     p = dataclasses.replace(p, cotangents=(p.cotangents[0].reshape(p.arguments["x"].shape),))
-    for name, got, want in zip(["x", *p.leaves], solve(quick, p), flat, strict=True):
-        if name == "mask":
-            padded = (1,) * (full.ndim - len(shape)) + shape
-            axes = tuple(i for i, n in enumerate(padded) if n == 1)
-            want = want.reshape(full.shape).sum(axes, keepdims=True)
-        assert got.shape == p.arguments[name].shape
-        close(p, got.reshape(-1), want.reshape(-1))
-
-
-@pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 1, 2), (2, 0)], ids=str)
-def test_any_number_of_leading_dimensions(quick, lead):
-    """Values and gradients are those of a flat batch; a further call has a plan."""
-    p = problem((math.prod(lead), 4, 6, 3))
-    want = solve(quick, p)
-    x, mask, cotangent = (
-        a.reshape(*lead, *a.shape[1:])
-        for a in (p.arguments["x"], p.arguments["mask"], *p.cotangents)
-    )
-    p = dataclasses.replace(p.but(x=x, mask=mask), cotangents=(cotangent,))
-    # Products of BLAS depend on where arrays lie in memory, by a rounding.
-    agree = same if quick[1] in EXACT else functools.partial(close, p)
-    for _ in range(2):
-        got = solve(quick, p)
-        for name, one, two in zip(["x", *p.leaves], got, want, strict=True):
-            assert one.shape == p.arguments[name].shape
-            agree(one.reshape(two.shape), two)
-    out = np.empty_like(got[0])
+    out = np.empty_like(p.arguments["x"])
     evaluate(quick, p, out=out if quick[0] == "numpy" else tensor(out))
-    agree(out, got[0])
+    for results in (solve(quick, p), solve(quick, p), [out]):
+        for name, got, want in zip(["x", *p.leaves], results, flat, strict=False):
+            if name == "mask":
+                # A sum over the broadcast axes.
+                padded = (1,) * (full.ndim - len(shape)) + shape
+                axes = tuple(i for i, n in enumerate(padded) if n == 1)
+                want = want.reshape(full.shape).sum(axes, keepdims=True)
+            assert got.shape == p.arguments[name].shape
+            close(p, got.reshape(-1), want.reshape(-1))
 
 
 @pytest.mark.parametrize("kind", ["bool", "int8", "uint8", "int32", "int64"])
@@ -405,52 +388,31 @@ def shaped(*shape):
     return np.ones(shape)
 
 
-# B, N, C, H are 2, 5, 6, 7. The contract tries more shapes and dtypes of every array.
+# B, N, C, H are 2, 5, 6, 7. The contract and test_errors.py try other wrong arguments.
 BAD = {
     r"x has shape \(5, 6\); it should be \(\.\.\., N, N, C\), C > 0": {"x": shaped(5, 6)},
-    r"x has shape \(2, 3, 5, 4, 6\); it should be \(\.\.\., N, N, C\)": {
-        "x": shaped(2, 3, 5, 4, 6)
-    },
+    r"x has shape \(2, 3, 5, 4, 6\); it should be \(\.": {"x": shaped(2, 3, 5, 4, 6)},
     r"x has shape \(2, 5, 4, 6\); it should be \(B, N, N, C\)": {"x": shaped(2, 5, 4, 6)},
-    r"x has shape \(2, 3, 5, 5, 0\); it should be \(\.\.\., N, N, C\), C > 0": {
-        "x": shaped(2, 3, 5, 5, 0)
-    },
+    r"x has shape \(2, 5, 5, 0\); it should be \(B, N, N, C\), C > 0": {"x": shaped(2, 5, 5, 0)},
     "mask is a masked array, whose mask would be ignored": {
         "x": shaped(1, 2, 5, 5, 6),
         "mask": np.ma.masked_array(np.ones((1, 2, 5, 5)), mask=True),
     },
-    r"mask has shape \(2, 5, 5\); it should broadcast to \(2, 3, 5, 5\)": {
-        "x": shaped(2, 3, 5, 5, 6)
-    },
-    "mask has dtype complex128; it should be bool, an integer, float32 or float64": {
-        "mask": np.ones((2, 5, 5), complex)
-    },
+    r"mask has shape \(2, 5, 5\); it should broadcast to \(2, 3, 5": {"x": shaped(2, 3, 5, 5, 6)},
     r"mask has shape \(2, 5\); it should broadcast to \(2, 5, 5\)": {"mask": shaped(2, 5)},
     r"mask has shape \(2, 5, 5, 1\); it should broadcast": {"mask": shaped(2, 5, 5, 1)},
-    r"p_in_weight has shape \(13, 6\); it should be \(2 \* H, 6\), H > 0": {
-        "p_in_weight": shaped(13, 6)
-    },
-    r"p_in_weight has shape \(0, 6\); it should be \(2 \* H, 6\), H > 0": {
-        "p_in_weight": shaped(0, 6)
-    },
+    r"p_in_weight has shape \(13, 6\); it should be \(2 \* H": {"p_in_weight": shaped(13, 6)},
+    r"p_in_weight has shape \(0, 6\); it should be .*, H > 0": {"p_in_weight": shaped(0, 6)},
     r"p_in_bias has shape \(14,\); it should be \(16,\)": {"p_in_weight": shaped(16, 6)},
-    r"p_out_weight has shape \(0, 7\); it should be \(D, 7\), D > 0": {
-        "p_out_weight": shaped(0, 7)
-    },
+    r"p_out_weight has shape \(0, 7\); it should be .*, D > 0": {"p_out_weight": shaped(0, 7)},
     r"g_out_weight has shape \(6, 6\); it should be \(7, 6\)": {"gate": "hidden"},
     "direction is 'both'; it should be one of outgoing, incoming": {"direction": "both"},
     "gate is None; it should be one of output, hidden": {"gate": None},
-    "precision is 'fp8'; it should be one of None, float32, ieee, tf32, bf16, fp16": {
-        "precision": "fp8"
-    },
+    "precision is 'fp8'; it should be one of None, float32, ieee, tf32, b": {"precision": "fp8"},
     "precision is 'tf32'; with float64 it should be None or 'ieee'": {"precision": "tf32"},
     r"eps is 0\.0; it should be a positive number": {"eps": 0.0},
-    "eps is -1e-05; it should be a positive number": {"eps": -1e-5},
-    "eps is nan; it should be a positive number": {"eps": math.nan},
     "eps is inf; it should be a positive number": {"eps": math.inf},
-    "update: eps is beyond the largest float; ": {"eps": 10**400},
     "max_memory is 0; it should be at least 1": {"max_memory": 0},
-    "max_memory is a float; it should be an in": {"max_memory": 1e9},
 }
 
 
@@ -549,11 +511,8 @@ def test_o_has_a_gradient_too(torch_backend, direction):
 
 @needs_torch
 @pytest.mark.parametrize("mask", ["bool", "row"])
-def test_compile_without_breaks_or_recompiling(mask):
-    """Code compiled once serves proteins of any length, in batches of any size.
-
-    The contract compiles one call with a mask of floats.
-    """
+def test_compile_without_recompiling(mask):
+    """The contract compiles one call with a mask of floats, and its gradients."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     def function(x, mask, *weights):
@@ -564,23 +523,15 @@ def test_compile_without_breaks_or_recompiling(mask):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     fast = torch.compile(function, fullgraph=True, backend=counter, dynamic=True)
-    frames = []
+    frames = set()
     # torch.compile would keep equal sizes equal, so the first ones differ.
     for B, N in ((2, 9), (3, 11), (5, 4)):
-        p = problem((B, N, 6, 7), mask=mask == "bool")
-        values = tensor(p.arguments["mask"])
-        values = values.bool() if mask == "bool" else values[:, :, :1]
-        found = []
-        for f in (fast, function):
-            x, _, *weights = leaves_of(p)
-            out = f(x, values.clone().requires_grad_(mask != "bool"), *weights)
-            found.append([out, *torch.autograd.grad(out.sum(), [x, *weights])])
-        torch.testing.assert_close(*found)
-        detached = [x.detach(), values, *(weight.detach() for weight in weights)]
-        torch.testing.assert_close(fast(*detached), function(*detached))
-        frames.append(counter.frame_count)
+        x, values, *weights = leaves_of(problem((B, N, 6, 7), mask=mask == "bool"))
+        values = values.detach().bool() if mask == "bool" else values[:, :, :1]
+        torch.testing.assert_close(*(f(x, values, *weights) for f in (fast, function)))
+        frames.add(counter.frame_count)
     # Numbers like eps make the first compilation start over.
-    assert len(set(frames)) == 1
+    assert len(frames) == 1
 
 
 GUARDED = """
