@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -207,11 +208,9 @@ def test_calls_at_once_have_the_helpers_of_one(callers):
         for _ in range(10):
             _cpu.in_parallel(work, 8, 4)
 
-    several = [threading.Thread(target=serve) for _ in range(callers)]
-    for thread in several:
-        thread.start()
-    for thread in several:
-        thread.join()
+    with ThreadPoolExecutor(callers) as pool:
+        for done in [pool.submit(serve) for _ in range(callers)]:
+            done.result()
     assert 2 <= max(most) <= callers + 3
 
 

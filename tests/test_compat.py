@@ -17,6 +17,7 @@ import sys
 import threading
 import types
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -424,20 +425,16 @@ def test_fairchem_keeps_its_turbo_mode_on_a_gpu(monkeypatch, fairchem, gpu, turb
 
 
 def test_threads_register_one_class(fairchem):
-    found, start = [], threading.Barrier(8)
+    start = threading.Barrier(8)
 
     def work():
         start.wait()
         uma.register()
-        found.append(fairchem._EXECUTION_BACKENDS[Mode.GENERAL])
+        return fairchem._EXECUTION_BACKENDS[Mode.GENERAL]
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(found)) == 1
-    assert len(found) == 8
+    with ThreadPoolExecutor(8) as pool:
+        found = [pool.submit(work) for _ in range(8)]
+    assert len({each.result() for each in found}) == 1
 
 
 @pytest.mark.parametrize("registered", [True, False])

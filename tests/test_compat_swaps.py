@@ -6,6 +6,7 @@ import importlib.metadata
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -46,11 +47,9 @@ def test_threads_count_together(swap):
         for _ in range(5000):
             served()
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(4):
+            pool.submit(work)
     assert swap.calls == 20_000
 
 

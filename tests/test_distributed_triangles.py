@@ -70,6 +70,12 @@ def own(x, axes, shift=0):
     return x
 
 
+def shards(arrays, axes):
+    """Return this rank's shards of pairs and of their mask, and whole weights."""
+    x, mask, *weights = arrays
+    return [own(x, axes), own(mask, axes, 1), *weights]
+
+
 CASES = {
     "rows": dict(sharded=1),
     "columns": dict(sharded=2, direction="incoming", chunks=2, keep=True, H=3),
@@ -135,24 +141,20 @@ def test_value_and_all_derivatives_are_one_devices(case):
         own(x, axes), own(mask, axes, 1), here, own(cotangent, axes), update, **given
     )
     torch.testing.assert_close(got, own(want, axes), rtol=1e-12, atol=1e-12)
-    wanted = [own(g, axes, shift) for g, shift in zip(gradients[:2], (0, 1), strict=True)]
     # Two ways: one overlaps exchanges and products, the other can be differentiated again.
     for again in (False, True):
         options["create_graph"] = again
         found = torch.autograd.grad(loss, arrays, retain_graph=True, **options)
         # Gradients of pairs are zero outside of the shard; gradients of weights are whole.
-        first = [own(g, axes, shift) for g, shift in zip(found[:2], (0, 1), strict=True)]
-        torch.testing.assert_close(first, wanted, rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(found[2:], gradients[2:], rtol=1e-10, atol=1e-12)
+        pair = shards(found, axes), shards(gradients, axes)
+        torch.testing.assert_close(*pair, rtol=1e-10, atol=1e-12)
     # The loss is the sum of all ranks' losses, so the weights' part counts on one rank alone.
     second = sum((g * v).sum() for g, v in zip(found[:2], others[:2], strict=True))
     once = sum((g * v).sum() for g, v in zip(found[2:], others[2:], strict=True))
     second = second + once * (dist.get_rank() == 0)
     found = torch.autograd.grad(second, arrays, materialize_grads=True)
-    first = [own(g, axes, shift) for g, shift in zip(found[:2], (0, 1), strict=True)]
-    wanted = [own(g, axes, shift) for g, shift in zip(want_second[:2], (0, 1), strict=True)]
-    torch.testing.assert_close(first, wanted, rtol=1e-9, atol=1e-11)
-    torch.testing.assert_close(found[2:], want_second[2:], rtol=1e-9, atol=1e-11)
+    pair = shards(found, axes), shards(want_second, axes)
+    torch.testing.assert_close(*pair, rtol=1e-9, atol=1e-11)
 
 
 #: Channels travel one or two at a time.
@@ -399,11 +401,9 @@ def test_kernels_of_stages_serve():
     weights = dict(zip(weights, share(*leaves[2:], group=dist.group.WORLD), strict=True))
     own_mask = own(mask, axes, 1)
     got = update(own(x, axes), "incoming", own_mask, **weights, **given, backend="triton")
-    found = list(torch.autograd.grad(got.square().sum(), leaves))
+    found = torch.autograd.grad(got.square().sum(), leaves)
     torch.testing.assert_close(got, own(want, axes), rtol=1e-4, atol=1e-4)
-    wanted = [own(wanted[0], axes), own(wanted[1], axes, 1), *wanted[2:]]
-    found = [own(found[0], axes), own(found[1], axes, 1), *found[2:]]
-    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(shards(found, axes), shards(wanted, axes), rtol=1e-3, atol=1e-3)
 
 
 def bad_calls():
