@@ -196,7 +196,9 @@ def test_errors_are_as_small_as_they_should_be(
         limit *= 2
     size = 1, 7 if interpreted else 12, 32, 32
     p = problem(size, gate=gate, mask=True, biases=False)
-    p = p.but(x=INPUTS[inputs](np.random.default_rng(0), p.arguments["x"].shape))
+    x = INPUTS[inputs](np.random.default_rng(0), p.arguments["x"].shape)
+    # Of a large eps a wrong scale of o in fp16 shows.
+    p = p.but(x=x, eps=0.3)
     leaves = {
         name: leaf.detach().to(getattr(torch, dtype if name == "x" else weights)).requires_grad_()
         for name, leaf in zip(p.leaves, leaves_of(p), strict=True)
