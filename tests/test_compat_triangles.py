@@ -139,17 +139,18 @@ def test_a_layer_is_replaced_by_openfolds_name():
         ours.linear_a_p.weight = torch.zeros(5, 6)
 
 
-@pytest.mark.parametrize("name", ["out", "in", "start", "end"])
+@pytest.mark.parametrize("name", ["Outgoing", "Incoming", "StartingNode", "EndingNode"])
 def test_esmfolds_modules_load_strictly(name):
     modeling = pytest.importorskip("transformers.models.esm.modeling_esmfold")
     torch.manual_seed(0)
-    if name in ("out", "in"):
-        config = SimpleNamespace(pairwise_state_dim=16)
-        theirs = modeling.EsmFoldTriangleMultiplicativeUpdate(config, _outgoing=name == "out")
-        ours = openfold.TriangleMultiplicativeUpdate(16, 16, name == "out")
+    if "Node" in name:
+        starting = name == "StartingNode"
+        theirs = modeling.EsmFoldTriangleAttention(16, 8, 2, starting=starting, inf=1e9)
+        ours = getattr(openfold, f"TriangleAttention{name}")(16, 8, 2)
     else:
-        theirs = modeling.EsmFoldTriangleAttention(16, 8, 2, starting=name == "start", inf=1e9)
-        ours = openfold.TriangleAttention(16, 8, 2, name == "start")
+        config, outgoing = SimpleNamespace(pairwise_state_dim=16), name == "Outgoing"
+        theirs = modeling.EsmFoldTriangleMultiplicativeUpdate(config, _outgoing=outgoing)
+        ours = getattr(openfold, f"TriangleMultiplication{name}")(16, 16)
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     ours.load_state_dict(theirs.state_dict())
