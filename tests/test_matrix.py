@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from fusedops import Sequences
 from fusedops._catalogue import typical
 from fusedops._frame import primitive as primitive_frame
 from fusedops._frame import registry
+from fusedops._frame.packed import Packed
 from fusedops.conv.op import conv, conv_vjp
 from fusedops.planarity.op import gradient_vjp, nll
 from fusedops.testing import CASES, check, poisoned_outputs, run
@@ -157,73 +160,58 @@ def test_poisoned_outputs_stay_so_around_a_check():
         assert primitive_frame.poison
 
 
-@interpreted
-@pytest.mark.parametrize("place", FILLING, ids="-".join)
-@pytest.mark.parametrize("primitive", [nll, gradient_vjp], ids=lambda p: p.name)
-def test_a_kernel_touches_no_memory_of_others(place, primitive):
-    """Indices outside of the coordinates are read as no atom, and nothing is written there."""
-    _, static = CHAIN.make()
-    planes = static[0]
-    framework, backend = place
-    guard = np.full((3 * planes.bound, 3), 7.0)
-    short = guard[planes.bound : planes.bound + 20]
-    short[:] = np.random.default_rng(0).normal(size=short.shape)
-    before = guard.copy()
-    arrays = (short,) * len(primitive.arrays)
-    outputs = []
-    for shape, _ in primitive.describe(primitive.Arguments(*arrays, *static)):
-        around = np.full((3 * planes.bound, 3), 5.0)
-        outputs.append(
-            (around, around[planes.bound : planes.bound + 20] if shape else around[0, 0:1])
-        )
-    inner = [out if out.ndim == 2 else out.reshape(()) for _, out in outputs]
-    request = registry.Request(primitive.name, framework, "cpu", np.dtype(np.float64), backend)
-    kernel = registry.choose(request)[1]
-    if place == ("torch", "triton"):
-        import torch
-
-        arrays, inner = ([torch.from_numpy(a) for a in group] for group in (arrays, inner))
-    kernel(primitive.Arguments(*arrays, *static), primitive.Outputs(*inner))
-    np.testing.assert_array_equal(guard, before)
-    for around, out in outputs:
-        assert np.isfinite(out).all()
-        around[planes.bound : planes.bound + 20] = 5.0
-        around[0, 0] = 5.0
-        assert (around == 5.0).all()
-
-
-@interpreted
-@pytest.mark.parametrize("place", FILLING, ids="-".join)
-@pytest.mark.parametrize("primitive", [conv, conv_vjp], ids=lambda p: p.name)
-@pytest.mark.parametrize("cu_seqlens", [[0, 2, 75, 80], [0, 0, 0, 1, 90]], ids=str)
-def test_sequences_that_lie_lead_nowhere(place, primitive, cu_seqlens):
-    """Sequences of more tokens than exist let no kernel read or write outside of the arrays."""
-    framework, backend = place
+def lies():
+    """Yield primitives with shapes of arrays, beyond which indices or sequences point."""
+    _, (planes, fit) = CHAIN.make()
+    for primitive in (nll, gradient_vjp):
+        yield primitive, [(20, 3)] * len(primitive.arrays), (planes, fit)
     T, D, W = 20, 3, 4
-    rng = np.random.default_rng(0)
-    sequences = Sequences(np.array(cu_seqlens))
-    count = sequences.num_sequences
-    shapes = {"x": (1, T, D), "kernels": (1, T, D, W), "initial_state": (count, D, W), "bias": (D,)}
-    shapes |= {"residual": (1, T, D), "dout": (1, T, D), "dfinal_state": (count, D, W)}
-    arrays, outputs, guards = [], [], []
-    for name in primitive.arrays:
-        guard = np.full((3, *shapes[name]), np.nan)
-        guard[1] = rng.normal(size=shapes[name])
-        arrays.append(guard[1])
-    for shape, _ in primitive.describe(primitive.Arguments(*arrays, sequences, "silu")):
-        guard = np.full((3, *shape), 5.0)
-        outputs.append(guard[1])
-        guards.append(guard)
-    request = registry.Request(primitive.name, framework, "cpu", np.dtype(np.float64), backend)
-    kernel = registry.choose(request)[1]
-    if framework == "torch":
-        import torch
+    for cu_seqlens in ([0, 2, 75, 80], [0, 0, 0, 1, 90]):
+        states = {name: (len(cu_seqlens) - 1, D, W) for name in ("initial_state", "dfinal_state")}
+        shapes = {"kernels": (1, T, D, W), "bias": (D,), **states}
+        for primitive in (conv, conv_vjp):
+            own = [shapes.get(name, (1, T, D)) for name in primitive.arrays]
+            yield primitive, own, (Sequences(np.array(cu_seqlens)), "silu")
 
-        arrays, outputs = ([torch.from_numpy(a) for a in group] for group in (arrays, outputs))
-    kernel(primitive.Arguments(*arrays, sequences, "silu"), primitive.Outputs(*outputs))
-    for guard in guards:
-        assert (guard[[0, 2]] == 5).all()
-        assert np.isfinite(guard[1]).all()
+
+GPU = pytest.param(("torch", "triton", "cuda"), marks=pytest.mark.gpu)
+
+
+def name_of(part):
+    return getattr(part, "name", None)
+
+
+@interpreted
+@pytest.mark.parametrize("place", [*FILLING, GPU], ids="-".join)
+@pytest.mark.parametrize(("primitive", "shapes", "others"), list(lies()), ids=name_of)
+def test_indices_that_lie_lead_nowhere(place, primitive, shapes, others):
+    """A kernel takes them for no atoms or tokens, and touches nothing outside of its arrays."""
+    framework, backend, device = (*place, "cpu")[:3]
+    others = [part.to(device) if isinstance(part, Packed) else part for part in others]
+
+    def between(shape, around, values):
+        """Return memory, and an array in it that lies between others of its size."""
+        memory = np.full((17, *shape), around)
+        memory[8] = values
+        if framework == "torch":
+            memory = importlib.import_module("torch").from_numpy(memory).to(device)
+        return memory, memory[8:9].reshape(shape)
+
+    rng = np.random.default_rng(0)
+    arrays = [between(shape, np.nan, rng.normal(size=shape)) for shape in shapes]
+    a = primitive.Arguments(*[array for _, array in arrays], *others)
+    outputs = [between(shape, 5.0, 5.0) for shape, _ in primitive.describe(a)]
+    request = registry.Request(primitive.name, framework, device, a[0].dtype, backend)
+    registry.choose(request)[1](a, primitive.Outputs(*[out for _, out in outputs]))
+    rng = np.random.default_rng(0)
+    for shape, (memory, _) in zip(shapes, arrays, strict=True):
+        memory = memory.cpu().numpy() if framework == "torch" else memory
+        np.testing.assert_array_equal(memory[8], rng.normal(size=shape))
+        assert np.isnan(np.delete(memory, 8, 0)).all()
+    for memory, _ in outputs:
+        memory = memory.cpu().numpy() if framework == "torch" else memory
+        assert (np.delete(memory, 8, 0) == 5).all()
+        assert np.isfinite(memory[8]).all()
 
 
 GUARDED = """

@@ -1,8 +1,7 @@
 """Triton's kernels under compute-sanitizer, on a GPU: ``python -m fuzz.sanitized``.
 
-Workers under the sanitizer share tests of tests/test_gpu.py, in random order: every case of every
-op, second derivatives, packed and broken indices, and Hopper's own kernels. CONTRIBUTING.md has an
-example.
+Workers under the sanitizer share tests for a GPU, in random order: every case of every op, second
+derivatives, packed and broken indices, and Hopper's own kernels. CONTRIBUTING.md has an example.
 """
 
 from __future__ import annotations
@@ -21,11 +20,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+FILES = "tests/test_gpu.py", "tests/test_matrix.py"
 #: Without peaks of memory, graphs, profiles, compilations and waiting, which the sanitizer changes,
 #: and without arrays of 2³¹ elements.
 TESTS = (
-    "(agrees_with_the_reference and triton) or gradcheck or second_derivatives or many_rows "
-    "or on_hopper or same_bits or deterministic or touches_no_memory or lead_nowhere"
+    "(agrees_with_the_reference and triton) or gradcheck or many_rows "
+    "or on_hopper or same_bits or deterministic or lead_nowhere"
 )
 #: The tests of a process. Under the sanitizer a process takes more of the GPU's memory with every
 #: test, up to 140 GB for six updates of 512 × 512 pairs.
@@ -84,7 +84,7 @@ def run(watched: list[str], path: Path, end: float) -> None:
 
 def collected(expression: str) -> list[str]:
     """Return the names of the tests that an expression of pytest's `-k` picks."""
-    command = [*PYTEST, "--collect-only", "-q", "-k", expression, "tests/test_gpu.py"]
+    command = [*PYTEST, "--collect-only", "-q", "-k", expression, *FILES]
     done = subprocess.run(command, capture_output=True, text=True)
     tests = [line for line in done.stdout.splitlines() if "::" in line]
     if done.returncode or not tests:
