@@ -61,6 +61,8 @@ JUNK = {
     "array of records": lambda: np.zeros(2, [("a", "f8")]),
     "array of big-endian": lambda: np.zeros((2, 3), ">f8"),
     "array of longdouble": lambda: np.ones((2, 2), np.longdouble),
+    "array of 2**62": lambda: np.array([0, 2**62]),
+    "huge sizes": lambda: (2, 3, 10**30),
     "array of rank 7": lambda: np.ones((1,) * 7),
     "another's plan": lambda: fusedops.Lattice(np.eye(3), (1, 1, 1)),
 }

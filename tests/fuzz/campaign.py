@@ -17,33 +17,30 @@ import hypothesis
 import numpy as np
 from hypothesis import strategies as st
 
+from fusedops._catalogue import Example, families
 from fusedops._frame import registry
 from fusedops.testing import poisoned_outputs
 
-from . import conv, crystal, density, generated, packed, planarity, scatter, so2, trimul, wigner
+from . import calls, conv, crystal, density, planarity, trimul, wigner
 from .arrays import DTYPES, NUMPY_DTYPES
 from .checks import ASPECTS, Trial
 from .ledger import Finding, Ledger, Place
 from .problem import Family
 
-FAMILIES = {
-    family.name: family
-    for family in (
-        planarity.FAMILY,
-        conv.FAMILY,
-        conv.STEP,
-        generated.FAMILY,
-        wigner.FAMILY,
-        wigner.MATRICES,
-        so2.FAMILY,
-        so2.GATES,
-        density.FAMILY,
-        crystal.FAMILY,
-        scatter.FAMILY,
-        trimul.FAMILY,
-        packed.FAMILY,
-    )
-}
+OWN = [
+    family
+    for module in (conv, crystal, density, planarity, trimul, wigner)
+    for family in vars(module).values()
+    if isinstance(family, Family)
+]
+#: The families with a module here, and one of every other op of the catalogue.
+FAMILIES = {family.name: family for family in OWN}
+_OTHERS: dict[str, list[Example]] = {}
+for _example in (example for module in families() for example in module.examples()):
+    _name = _example.op.__name__
+    if not any(_name in (family.name, *family.ops) for family in OWN):
+        _OTHERS.setdefault(_name, []).append(_example)
+FAMILIES |= {name: calls.family(examples) for name, examples in _OTHERS.items()}
 #: Values for every call on a GPU, where compiling takes longer than calling.
 SEEDS = 8
 #: Seconds that hypothesis may take to make a finding's example smaller.

@@ -113,6 +113,8 @@ class Family:
         From a size to the value of the field.
     backends : tuple of str
         The backends that can serve.
+    ops : tuple of str
+        The names of the ops that it calls, where they are others.
     """
 
     name: str
@@ -122,3 +124,4 @@ class Family:
     steady: dict[str, Any] = field(default_factory=dict)
     sized: Callable[[int], Any] | None = None
     backends: tuple[str, ...] = ("cython", "numba", "triton", "torch", "numpy")
+    ops: tuple[str, ...] = ()

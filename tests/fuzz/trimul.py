@@ -115,4 +115,11 @@ def build(d: dict[str, Any]) -> Problem:
     )
 
 
-FAMILY = Family("trimul", strategy, build, ("N", 20), {"B": 1, "C": 4, "H": 4})
+FAMILY = Family(
+    "trimul",
+    strategy,
+    build,
+    ("N", 20),
+    {"B": 1, "C": 4, "H": 4},
+    ops=("triangle_multiplicative_update",),
+)

@@ -14,12 +14,17 @@ from fusedops.wigner import m_major_order, wigner_d
 from .arrays import MEDIUM, common, values
 from .problem import Family, Problem
 
-WAYS = ("forth", "back", "own", "degree")
+WAYS = {
+    "forth": fusedops.node_to_edge_wigner_permute,
+    "back": fusedops.permute_wigner_inv_edge_to_node,
+    "own": fusedops.permute_wigner_inv,
+    "degree": fusedops.edge_degree_scatter,
+}
 
 
 def strategy(compiled: bool) -> dict[str, Any]:
     return common() | {
-        "way": st.sampled_from(WAYS),
+        "way": st.sampled_from(tuple(WAYS)),
         "lmax": st.sampled_from((0, 1, 2) if compiled else (0, 1, 1, 2, 2, 3, 4, 6)),
         "below": st.sampled_from((0, 0, 1) if compiled else (0, 0, 1, 2)),
         "N": st.sampled_from((1, 1, 2, 3, 5, 17)),
@@ -86,62 +91,48 @@ def build(d: dict[str, Any]) -> Problem:
     def degree(x: np.ndarray, radial: np.ndarray, wigner_inv: np.ndarray) -> np.ndarray:
         return x + summed(rotated(radial, wigner_inv)) / d["scale"]
 
-    limits = {"mmax": mmax}
-    edges = {"edge_index": ends}
+    edges = {"edge_index": ends} if way != "own" else {}
     bad: list[tuple[str, Any]] = [("mmax", lmax + 1), ("mmax", -1)]
+    rotation = {"message": message, "wigner_inv": matrices}
+    options: dict[str, Any] = {"mmax": mmax, "transpose": transpose}
     if way == "forth":
-        op, arrays, options, oracle = (
-            fusedops.node_to_edge_wigner_permute,
-            {"x": x, "wigner": matrices, **scaled},
-            limits,
-            forth,
-        )
+        arrays, options, oracle = {"x": x, "wigner": matrices, **scaled}, {"mmax": mmax}, forth
     elif way == "own":
-        op, arrays, options, oracle, edges = (
-            fusedops.permute_wigner_inv,
-            {"message": message, "wigner_inv": matrices},
-            {**limits, "transpose": transpose},
-            rotated,
-            {},
-        )
+        arrays, oracle = rotation, rotated
     elif way == "back":
-        op, arrays, options, oracle = (
-            fusedops.permute_wigner_inv_edge_to_node,
-            {"message": message, "wigner_inv": matrices},
-            {**limits, "transpose": transpose, "num_nodes": N},
-            lambda message, wigner_inv: summed(rotated(message, wigner_inv)),
-        )
+        arrays, options = rotation, options | {"num_nodes": N}
+        oracle = lambda message, wigner_inv: summed(rotated(message, wigner_inv))  # noqa: E731
     else:
-        op, arrays, options, oracle = (
-            fusedops.edge_degree_scatter,
-            {"x": x, "radial": message, "wigner_inv": matrices},
-            {"rescale_factor": d["scale"], "transpose": transpose},
-            degree,
-        )
+        arrays, oracle = {"x": x, "radial": message, "wigner_inv": matrices}, degree
+        options = {"rescale_factor": d["scale"], "transpose": transpose}
         bad = [("rescale_factor", 0.0), ("rescale_factor", math.nan)]
     if edges and E:
         for wrong in (-1, N, 2**31 - 1):
             moved = ends.copy()
             moved[-1, -1] = wrong
             bad.append(("edge_index", moved))
-    linear = {"degree": ("x", "radial"), "forth": ("x", "wigner", *scaled)}.get(
-        way, ("message", "wigner_inv")
-    )
     return Problem(
-        op=op,
+        op=WAYS[way],
         arrays=arrays,
         constants=edges,
         options=options,
         oracle=oracle,
         pack=(lambda c: {"edge_index": fusedops.Edges(c["edge_index"], N)}) if edges else None,
-        linear=() if way == "degree" else linear,
+        linear=() if way == "degree" else tuple(arrays),
         absolute={"rescale_factor": abs(d["scale"])} if way == "degree" else {},
         terms=2 * max(C, (2 * lmax + 1) * E),
         bad=bad,
     )
 
 
-FAMILY = Family("wigner", strategy, build, ("E", 10000), {"N": 5, "C": 1, "lmax": 1})
+FAMILY = Family(
+    "wigner",
+    strategy,
+    build,
+    ("E", 10000),
+    {"N": 5, "C": 1, "lmax": 1},
+    ops=tuple(op.__name__ for op in WAYS.values()),
+)
 
 
 def matrices_strategy(compiled: bool) -> dict[str, Any]:
