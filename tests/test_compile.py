@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import fusedops  # noqa: E402
+from contract import TRACED, as_framework, tuple_of  # noqa: E402
 from fusedops.nn import TriangleMultiplicativeUpdate  # noqa: E402
 from fusedops.wigner import wigner_d  # noqa: E402
 
@@ -49,45 +50,10 @@ def rotate(x, vectors, edges):
     return fusedops.node_to_edge_wigner_permute(x, edges, wigner_d(vectors, 2))
 
 
-def rotate_back(message, vectors, edges):
-    inverse = wigner_d(vectors, 2).mT
-    nodes = message.shape[0] // 2
-    return fusedops.permute_wigner_inv_edge_to_node(message, edges, inverse, nodes)
-
-
-def own_frames(message, vectors):
-    return fusedops.permute_wigner_inv(message, wigner_d(vectors, 2).mT)
-
-
 def embed(radial, vectors, edges):
-    x = radial.new_zeros(radial.shape[0] // 2, 9, 4)
+    x = radial.new_zeros(radial.shape[0], 9, 4)
     inverse = wigner_d(vectors, 2).mT
     return fusedops.edge_degree_scatter(x, radial, edges, inverse, rescale_factor=2.0)
-
-
-def messages(n, rows):
-    nodes = 6 + n
-    edges = integers(nodes, 2, 2 * nodes)
-    return random(2 * nodes, rows, 4), random(2 * nodes, 3), edges
-
-
-def cubes(n):
-    return random(3 + n, 2, 3, 4), integers(20, 3 + n, 2), integers(20, 3 + n, 3, 4)
-
-
-def scatter(cube, wa, wbwc):
-    return fusedops.structured_scatter_add(cube, wa, wbwc, 40 + 2 * cube.shape[0])
-
-
-def scatter_by_plan(cube, plan):
-    return fusedops.structured_scatter_add(cube, plan)
-
-
-def gather(grid, wa, wbwc):
-    return fusedops.structured_gather(grid, wa, wbwc)
-
-
-INDEX, SIGMA = torch.tensor([[0, 1, 2, 3], [2, 3, 4, 5]]), torch.tensor([0.1, 0.2])
 
 
 def restrain(xyz, index, sigma):
@@ -98,81 +64,17 @@ def restrain_lists(xyz):
     return fusedops.planarity_nll(xyz, [([[0, 1, 2, 3]], [0.1])])
 
 
-def restrain_packed(xyz, planes):
-    return fusedops.planarity_nll(xyz, planes)
+INDEX, SIGMA = torch.tensor([[0, 1, 2, 3], [2, 3, 4, 5]]), torch.tensor([0.1, 0.2])
 
-
-CELL = torch.diag(torch.tensor([10.0, 11.0, 12.0]))
-
-
-def atoms(n):
-    count = 8 + n
-    constants = 1 + random(count, 2).abs(), 5 + random(count, 2).abs()
-    return random(count, 3), 10 + random(count).abs(), torch.ones(count), *constants
-
-
-def draw(xyz, b, occupancy, amplitudes, widths, cell):
-    shape = None if isinstance(cell, fusedops.Lattice) else (6, 7, 8)
-    return fusedops.gaussian_density(
-        xyz, b, occupancy, amplitudes, widths, cell, shape, on_bad="skip"
-    )
-
-
-NORM, PROJECTION = (random(4), random(4)), (random(6, 4), None)
-LAST = (random(3), random(3)), (random(4, 3), None), (random(4, 4), None)
-WEIGHTS = [*NORM, *PROJECTION, *PROJECTION, *(weight for pair in LAST for weight in pair)]
-
-
-def update(x, mask):
-    return fusedops.triangle_multiplicative_update(x, "outgoing", mask, *WEIGHTS)
-
-
-# The function, its arguments for a size, and how many of these are leaves.
+#: Calls between other operations, which a compiler may fuse with each other, their arguments for
+#: a size, and how many of these are leaves. test_contract.py compiles the catalogue's calls.
 CALLS = {
-    "convolution": (convolve, lambda n: tokens(n), 2),
-    "convolution-packed": (convolve, lambda n: (*tokens(n)[:2], packed_tokens(n)), 2),
-    "final-state": (last_inputs, lambda n: tokens(n), 2),
-    "forth": (rotate, lambda n: graph(n), 2),
-    "forth-packed": (rotate, lambda n: (*graph(n)[:2], packed_graph(graph(n)[2], 6 + n)), 2),
-    "back": (rotate_back, lambda n: messages(n, 9), 2),
-    "own": (own_frames, lambda n: messages(n, 9)[:2], 2),
-    "degree": (embed, lambda n: messages(n, 3), 2),
-    "scatter": (scatter, lambda n: cubes(n), 1),
-    "scatter-packed": (scatter_by_plan, lambda n: (cubes(n)[0], plan(n)), 1),
-    "gather": (gather, lambda n: (random(41 + n), *cubes(n)[1:]), 1),
+    "final-state": (last_inputs, tokens, 2),
+    "forth": (rotate, graph, 2),
+    "degree": (embed, lambda n: (random(9 + 2 * n, 3, 4), *graph(n)[1:]), 2),
     "planes": (restrain, lambda n: (random(8 + n, 3), INDEX, SIGMA), 1),
     "planes-lists": (restrain_lists, lambda n: (random(8 + n, 3),), 1),
-    "planes-packed": (restrain_packed, lambda n: (random(8 + n, 3), packed_planes()), 1),
-    "density": (draw, lambda n: (*atoms(n), CELL), 3),
-    "density-packed": (draw, lambda n: (*atoms(n), fusedops.Lattice(CELL, (6, 7, 8))), 3),
-    "triangle": (update, lambda n: (random(1, 5 + n, 5 + n, 4), torch.ones(1, 5 + n, 5 + n)), 1),
 }
-
-
-def packed_tokens(n):
-    return fusedops.Sequences(tokens(n)[2])
-
-
-def packed_graph(edge_index, nodes):
-    return fusedops.Edges(edge_index, nodes)
-
-
-def plan(n):
-    return fusedops.ScatterPlan(*cubes(n)[1:], 40)
-
-
-def packed_planes():
-    return fusedops.Planes([(INDEX, SIGMA)])
-
-
-def between(function, differentiated):
-    """Return a call between other operations, which a compiler may fuse with each other."""
-
-    def surrounded(*arguments):
-        leaves = [1.25 * a for a in arguments[:differentiated]]
-        return function(*leaves, *arguments[differentiated:]).cos()
-
-    return surrounded
 
 
 def agree(fast, function, arguments, differentiated):
@@ -181,8 +83,7 @@ def agree(fast, function, arguments, differentiated):
         leaves = [a.clone().requires_grad_() for a in arguments[:differentiated]]
         out = f(*leaves, *arguments[differentiated:])
         found.append([out, *torch.autograd.grad(out.sum(), leaves)])
-    for got, want in zip(*found, strict=True):
-        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(*found)
     with torch.no_grad():
         torch.testing.assert_close(fast(*arguments), function(*arguments))
 
@@ -197,18 +98,18 @@ def graphs():
     return counters
 
 
-# test_contract.py compiles these calls with dynamic shapes.
-ELSEWHERE = {name for name in CALLS if name.endswith("-packed")} | {"own", "triangle"}
-
-
-@pytest.mark.parametrize("name", [name for name in CALLS if name not in ELSEWHERE])
+@pytest.mark.parametrize("name", CALLS)
 def test_a_call_is_one_graph(name, graphs):
     """Calls of several sizes stay one graph, forward and backward."""
     function, make, differentiated = CALLS[name]
-    function = between(function, differentiated)
-    fast = torch.compile(function, backend="aot_eager", dynamic=True, fullgraph=True)
+
+    def between(*arguments):
+        leaves = [1.25 * a for a in arguments[:differentiated]]
+        return function(*leaves, *arguments[differentiated:]).cos()
+
+    fast = torch.compile(between, backend="aot_eager", dynamic=True, fullgraph=True)
     for n in (0, 3, 5):
-        agree(fast, function, make(n), differentiated)
+        agree(fast, between, make(n), differentiated)
     # Calls with and without gradients have a graph each, perhaps one more where sizes are equal.
     assert graphs["stats"]["unique_graphs"] <= 4
 
@@ -229,48 +130,49 @@ def test_inductor_takes_every_call(graphs):
     The calls' leaves are parts of one tensor, and so are the results.
     """
 
-    def leaves_of(groups):
-        counts = [count for _, _, count in CALLS.values()]
-        return [a for g, count in zip(groups, counts, strict=True) for a in g[:count]]
-
-    def functions(flat, *groups):
-        sizes = [leaf.numel() for leaf in leaves_of(groups)]
+    def functions(flat, *calls):
+        sizes = [leaf.numel() for leaves, _ in calls for leaf in leaves.values()]
         parts, outs = iter(torch.split(copy(1.25 * flat), sizes)), []
-        for (function, _, count), group in zip(CALLS.values(), groups, strict=True):
-            leaves = [next(parts).view(leaf.shape) for leaf in group[:count]]
-            outs.append(function(*leaves, *group[count:]).reshape(-1))
-        return copy(torch.cat(outs)).cos()
+        for example, (leaves, others) in zip(TRACED, calls, strict=True):
+            given = {name: next(parts).view(leaf.shape) for name, leaf in leaves.items()}
+            outs += tuple_of(example.op(**given, **others))
+        return copy(torch.cat([out.reshape(-1) for out in outs])).cos()
 
     fast = torch.compile(functions)
-    for n in (0, 3):
-        groups = [make(n) for _, make, _ in CALLS.values()]
-        flat = torch.cat([leaf.reshape(-1) for leaf in leaves_of(groups)]).requires_grad_()
+    for n in range(2):
+        calls = []
+        for p in (example.of(example.others[n]) for example in TRACED):
+            arguments = as_framework("torch", p)
+            calls.append(({name: arguments.pop(name) for name in p.leaves}, arguments))
+        leaves = [leaf for group, _ in calls for leaf in group.values()]
+        flat = torch.cat([leaf.reshape(-1) for leaf in leaves]).requires_grad_()
         found = []
         for f in (fast, functions):
-            out = f(flat, *groups)
+            out = f(flat, *calls)
             found.append([out, *torch.autograd.grad(out.sum(), flat)])
-        for got, want in zip(*found, strict=True):
-            torch.testing.assert_close(got, want)
+        torch.testing.assert_close(*found)
     assert not graphs["graph_break"]
     assert graphs["stats"]["unique_graphs"] == 2
 
 
+CELL = torch.diag(torch.tensor([10.0, 11.0, 12.0]))
+TABLE = 1 + random(8, 2).abs(), 5 + random(8, 2).abs()
+ATOMS = random(8, 3), 10 + random(8).abs(), torch.ones(8), *TABLE, CELL
 CROSSED = {
     "planes": (
         lambda x: fusedops.planarity_nll(x, [(np.array([[0, 1, 2, 3]]), np.array([0.1]))]),
+        (random(8, 3),),
         1,
     ),
-    "edges": (lambda *a: rotate(*a[:2], fusedops.Edges(a[2], 6)), 2),
-    "density": (lambda *a: fusedops.gaussian_density(*a[:5], a[5], (6, 7, 8)), 3),
+    "edges": (lambda *a: rotate(*a[:2], fusedops.Edges(a[2], 6)), graph(0), 2),
+    "density": (lambda *a: fusedops.gaussian_density(*a, (6, 7, 8)), ATOMS, 3),
 }
 
 
 @pytest.mark.parametrize("name", CROSSED)
 def test_what_no_graph_holds_ends_it(name, graphs):
     """Lists and NumPy arrays, constructors and checks of atoms run outside, and nothing else."""
-    function, differentiated = CROSSED[name]
-    other = {"edges": "forth"}.get(name, name)
-    arguments = CALLS[other][1](0)[: 1 if name == "planes" else 6]
+    function, arguments, differentiated = CROSSED[name]
     seen = []
 
     def graph(module, inputs):
@@ -324,14 +226,14 @@ def test_a_run_takes_the_living_packed_argument(monkeypatch):
     """A run of a graph builds a packed argument anew only where none with its tensors lives."""
     x, vectors, index = graph(1)
     call = torch.compile(rotate, backend="aot_eager")
-    for edges in (packed_graph(index, 7), packed_graph(index.flip(1), 7)):
+    for edges in (fusedops.Edges(index, 7), fusedops.Edges(index.flip(1), 7)):
         want = rotate(x, vectors, edges)
         torch.testing.assert_close(call(x, vectors, edges), want)
         with monkeypatch.context() as patch:
             patch.setattr(fusedops.Edges, "from_tensors", None)
             torch.testing.assert_close(call(x, vectors, edges), want)
         del edges
-    flat = fusedops.Edges.from_tensors(*packed_graph(index, 7).flat()).flat()
+    flat = fusedops.Edges.from_tensors(*fusedops.Edges(index, 7).flat()).flat()
     held = fusedops.Edges.holding(*flat)
     assert fusedops.Edges.holding(*flat) is held
     assert fusedops.Edges.holding(flat[0], [8, *flat[1][1:]]) is not held

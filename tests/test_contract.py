@@ -6,7 +6,6 @@ updates a state and has no gradient, has tests of its own in test_conv.py.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ import pytest
 import fusedops
 from contract import (
     EXAMPLES,
+    TRACED,
     UNPACKED,
     agree,
     all_agree,
@@ -31,7 +31,6 @@ from contract import (
     requests,
     same,
     solve,
-    taken_apart,
     tensor,
     total,
     tuple_of,
@@ -737,16 +736,8 @@ def compiled(function, **options):
     return torch.compile(function, fullgraph=True, backend=counter, **options), counter
 
 
-# Examples that differ in their arguments' shapes and in the nodes of their graphs.
-TRACED = [
-    e
-    for e in EXAMPLES
-    if e.name not in ("planarity-weighted", "undo", "matrices-packed", "triangle-hidden")
-]
-
-
 @needs_torch
-@pytest.mark.parametrize("example", TRACED, ids=str)
+@pytest.mark.parametrize("example", [*TRACED, *UNPACKED], ids=str)
 def test_compile_without_breaks_or_recompiling(example):
     """Sizes change from one structure, sequence or batch to the next."""
     problems = [example.of(size) for size in example.others]
@@ -1122,27 +1113,6 @@ def packed_examples():
 
 
 packed_examples_ = pytest.mark.parametrize(("example", "name"), list(packed_examples()))
-
-
-@packed_examples_
-def test_packed_arguments_travel(example, name):
-    """Pickled, copied, rebuilt or moved to their own device, packed arguments stay the same."""
-    p = example.problem()
-    packed = p.arguments[name]
-    others = [pickle.loads(pickle.dumps(packed)), copy.deepcopy(packed), copy.copy(packed)]
-    want = solve(("numpy", None), p)
-    # The caches that a first call leaves in it travel, too.
-    others.append(pickle.loads(pickle.dumps(packed)))
-    if HAS_TORCH:
-        back = taken_apart(packed)
-        others += [back, pickle.loads(pickle.dumps(back)), copy.deepcopy(back), back.to("cpu")]
-        assert packed.to("cpu") is packed
-        assert packed.to("meta").device == "meta"
-        others.append(pickle.loads(pickle.dumps(packed)))
-    for other in others:
-        assert other.device == "cpu"
-        for got, expected in zip(solve(("numpy", None), p.but(**{name: other})), want, strict=True):
-            same(got, expected)
 
 
 @needs_torch

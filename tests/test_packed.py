@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import pickle
 import threading
 import warnings
@@ -16,14 +15,11 @@ from cpukern.scatter.parts import bins
 from fusedops import crystal
 from fusedops._frame.packed import Packed
 from fusedops.scatter import plan as plans
+from places import HAS_TORCH, PLACES, needs_torch
 
-try:
+if HAS_TORCH:
     import torch
-except ImportError:
-    torch = None
 
-needs_torch = pytest.mark.skipif(torch is None, reason="torch is not installed")
-HAS_TRITON = torch is not None and importlib.util.find_spec("triton") is not None
 
 GROUPS = [([[0, 1, 2, 3]], [0.02]), ([[2, 3, 4], [4, 5, 6]], [0.02, 0.1])]
 HKL = [[1, 0, -1], [0, 2, 1], [0, 0, 0]]
@@ -48,9 +44,8 @@ REPR = {
 every = pytest.mark.parametrize("name", MAKE)
 
 
-def use(name, plan, backend, framework="numpy"):
+def use(name, plan, place):
     """Return an op's value with a plan, and the gradient by the op's first argument."""
-    rng = np.random.default_rng(0)
     atoms = np.full(3, 9.0), np.ones(3), np.ones((3, 1)), np.full((3, 1), 2.0)
     op, x, after, options = {
         "Planes": (fusedops.planarity_nll, (7, 3), (plan,), {}),
@@ -61,9 +56,9 @@ def use(name, plan, backend, framework="numpy"):
         "Reflections": (crystal.structure_factors, (4, 5, 6), (plan,), {}),
     }[name]
     # Structure factors are formulas, which no backend has kernels of.
-    options |= {} if name == "Reflections" else {"backend": backend}
-    x = rng.normal(size=x)
-    if framework == "numpy":
+    options |= {} if name == "Reflections" else {"backend": place[1]}
+    x = np.random.default_rng(0).normal(size=x)
+    if place[0] == "numpy":
         y, pullback = op.vjp(x, *after, **options)
         return np.asarray(y), pullback(np.ones_like(y))[0]
     x = torch.from_numpy(x).requires_grad_()
@@ -73,33 +68,55 @@ def use(name, plan, backend, framework="numpy"):
     return y.detach().numpy(), x.grad.numpy()
 
 
-def served():
-    """Return the frameworks and backends that can serve here."""
-    found = [("numpy", "numpy"), ("numpy", "cython"), ("numpy", "numba")]
-    if torch is not None:
-        found += [("torch", "torch"), ("torch", "cython")]
-    return [*found, ("torch", "triton")] if HAS_TRITON else found
+SERVED = [*PLACES, *[("torch", "cython")] * HAS_TORCH]
+
+
+def copies_of(plan):
+    """Return copies, pickled ones and one made of tensors, and copies of that."""
+    made = [plan]
+    if HAS_TORCH:
+        made.append(type(plan).from_tensors(*plan.flat()))
+    copies = (copy.copy, copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan)))
+    return [*made, *(make(each) for each in made for make in copies)]
+
+
+def at_once(work):
+    """Return the results of four threads that begin together."""
+    start, found = threading.Barrier(4), []
+
+    def begin():
+        start.wait()
+        found.append(work())
+
+    threads = [threading.Thread(target=begin) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    return found
 
 
 def arrays_of(plan):
     return {name: np.asarray(getattr(plan, name)).copy() for name in plan._fields}
 
 
-def same_plan(one, two):
-    assert type(one) is type(two)
-    assert repr(one) == repr(two)
-    assert one.kind == two.kind
-    for name, array in arrays_of(one).items():
-        np.testing.assert_array_equal(array, getattr(two, name), strict=True)
-    for name in one._sizes:
-        assert getattr(one, name) == getattr(two, name)
+def numbers_of(plan):
+    return [repr(plan), type(plan).kind.func(plan), *(getattr(plan, size) for size in plan._sizes)]
+
+
+def same_plan(one, arrays, numbers):
+    assert numbers_of(one) == numbers
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(array, getattr(one, name), strict=True)
 
 
 @every
 def test_a_plan_says_what_it_is(name):
     assert repr(MAKE[name]()) == REPR[name].format("cpu")
-    if torch is not None:
+    if HAS_TORCH:
         assert repr(MAKE[name]().to("meta")) == REPR[name].format("meta")
+        assert (plan := MAKE[name]()).to("cpu") is plan
 
 
 @every
@@ -116,11 +133,7 @@ def test_attributes_are_for_reading(name):
 
 @every
 def test_arrays_are_for_reading(name):
-    plans = [MAKE[name]()]
-    plans += [pickle.loads(pickle.dumps(plans[0])), copy.deepcopy(plans[0]), copy.copy(plans[0])]
-    if torch is not None:
-        plans.append(type(plans[0]).from_tensors(*plans[0].flat()))
-    for plan in plans:
+    for plan in copies_of(MAKE[name]()):
         for field in plan._fields:
             with pytest.raises(ValueError, match="read-only"):
                 getattr(plan, field)[...] = 0
@@ -129,19 +142,13 @@ def test_arrays_are_for_reading(name):
 @every
 def test_a_copy_is_the_same_plan(name):
     plan = MAKE[name]()
-    copies = [pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan), copy.copy(plan)]
-    if torch is not None:
-        copies.append(type(plan).from_tensors(*plan.flat()))
-        copies += [pickle.loads(pickle.dumps(copies[-1])), copy.deepcopy(copies[-1])]
-        assert plan.to("cpu") is plan
-    want = use(name, plan, "cython")
-    for other in copies:
-        same_plan(plan, other)
-        for got, expected in zip(use(name, other, "cython"), want, strict=True):
+    copies, arrays, numbers = copies_of(plan), arrays_of(plan), numbers_of(plan)
+    want = use(name, plan, ("numpy", "cython"))
+    # The caches that a call leaves in a plan are copied, too.
+    for other in (*copies, *copies_of(plan)):
+        same_plan(other, arrays, numbers)
+        for got, expected in zip(use(name, other, ("numpy", "cython")), want, strict=True):
             np.testing.assert_array_equal(got, expected)
-    # Pickle the plan after use, too.
-    same_plan(pickle.loads(pickle.dumps(plan)), plan)
-    same_plan(copy.deepcopy(plan), plan)
 
 
 @needs_torch
@@ -165,37 +172,20 @@ def test_fields_have_their_names_on_every_device(name):
 @every
 def test_no_kernel_writes_into_a_plan(name):
     plan = MAKE[name]()
-    before, kind, shown = arrays_of(plan), plan.kind, repr(plan)
-    numbers = {size: getattr(plan, size) for size in plan._sizes}
-    for framework, backend in served():
-        use(name, plan, backend, framework)
-        assert type(plan).kind.func(plan) == kind
-        assert repr(plan) == shown
-        assert {size: getattr(plan, size) for size in plan._sizes} == numbers
-        for field, array in before.items():
-            np.testing.assert_array_equal(getattr(plan, field), array)
+    arrays, numbers = arrays_of(plan), numbers_of(plan)
+    for place in SERVED:
+        use(name, plan, place)
+        same_plan(plan, arrays, numbers)
 
 
 # Triton's interpreter works in one thread only.
-@pytest.mark.parametrize(("framework", "backend"), [s for s in served() if s[1] != "triton"])
+@pytest.mark.parametrize("place", [place for place in SERVED if place[1] != "triton"])
 @every
-def test_threads_share_a_plan_from_its_first_call(name, framework, backend):
-    want = use(name, MAKE[name](), backend, framework)
+def test_threads_share_a_plan_from_its_first_call(name, place):
+    want = use(name, MAKE[name](), place)
     for _ in range(3):
         plan = MAKE[name]()
-        start, found = threading.Barrier(4), []
-
-        def work(plan=plan, start=start, found=found):
-            start.wait()
-            found.append(use(name, plan, backend, framework))
-
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(found) == 4
-        for results in found:
+        for results in at_once(lambda plan=plan: use(name, plan, place)):
             for got, expected in zip(results, want, strict=True):
                 np.testing.assert_array_equal(got, expected)
 
@@ -214,20 +204,14 @@ def test_what_is_derived_is_derived_once():
 
 
 def test_threads_that_derive_at_once_get_one_result():
-    plan, start, found = MAKE["Edges"](), threading.Barrier(4), []
+    plan, within = MAKE["Edges"](), threading.Barrier(4)
 
     def ask(given):
         # The barrier lets all threads in before any result is kept.
-        start.wait()
+        within.wait()
         return object()
 
-    threads = [threading.Thread(target=lambda: found.append(plan.derived(ask))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    assert len(set(found)) == 1
+    assert len(set(at_once(lambda: plan.derived(ask)))) == 1
 
 
 def test_read_only_indices_are_shared_and_warn_of_nothing():
@@ -238,11 +222,11 @@ def test_read_only_indices_are_shared_and_warn_of_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plan = fusedops.ScatterPlan(wa, wbwc, 9, copy=False)
-        for framework, backend in served():
-            use("ScatterPlan", plan, backend, framework)
+        for place in SERVED:
+            use("ScatterPlan", plan, place)
     assert np.shares_memory(plan.wa, wa)
     assert np.shares_memory(plan.wbwc, wbwc)
-    if torch is not None:
+    if HAS_TORCH:
         assert not np.shares_memory(plan.tensors_here().wa.numpy(), wa)
 
 
