@@ -28,9 +28,8 @@ from fusedops import cli
 from fusedops._catalogue import BOTH, FORWARD, steps_of
 from fusedops._frame import packed, registry
 from fusedops.wigner import m_major_order, wigner_d
-from places import HAS_TORCH
+from places import HAS_TORCH, needs_torch
 
-needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
 pytestmark = pytest.mark.usefixtures("young_heap")
 OPS = [getattr(fusedops, name) for name in fusedops.__all__]
 OPS = [wigner_d, *(op for op in OPS if hasattr(op, "explain"))]
@@ -45,19 +44,23 @@ def small_sizes(monkeypatch):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_op_has_a_workload_and_grows(device):
+    own = [w for w in WORKLOADS if w.device == device]
     ops = {op.__name__ for op in OPS}
-    assert {w.op.__name__ for w in WORKLOADS if w.device == device} == ops
+    assert {w.op.__name__ for w in own} == ops
+    assert {w.op.__name__ for w in own if w.quick} == ops
     assert {w.op.__name__ for w, _ in GROWTH[device]} == ops
-    assert {w.op.__name__ for w in WORKLOADS if w.device == device and w.quick} == ops
     for op in OPS:
-        sizes = [w.size for w in WORKLOADS if w.op is op and w.device == device and not w.tiny]
-        if op is not fusedops.triangle_multiplicative_update:
-            assert max(sizes) >= 20 * min(sizes)
-        else:  # whose time goes with the cube
-            assert max(sizes) >= 4 * min(sizes)
+        sizes = [w.size for w in own if w.op is op and not w.tiny]
+        # The time of a triangle goes with the cube.
+        times = 4 if op is fusedops.triangle_multiplicative_update else 20
+        assert max(sizes) >= times * min(sizes)
     for _, sizes in GROWTH[device]:
         assert sizes[-1] / sizes[0] >= 999
         assert list(sizes) == sorted(set(sizes))
+    # Rows of different cases have different keys, so that none is compared to another.
+    makes = [(w, getattr(w.make, "keywords", {})) for w in own if not w.needs]
+    keys = [(w.op.__name__, w.name, w.size, w.dtype, str(make)) for w, make in makes]
+    assert len(keys) == len(set(keys))
 
 
 @pytest.mark.parametrize("workload", SMALL, ids=lambda w: f"{w.op.__name__}-{w.name}")
@@ -191,27 +194,23 @@ def test_noise_is_told(capsys):
         assert ("1 of 2 rows are noisy" in out) == bool(count)
 
 
+ARRAYS = np.ones(2**24, np.float32), np.ones((1, 16384, 1024), np.float32)
+
+
+# Torch doesn't reuse the memory of temporaries, as NumPy does; the C library keeps arrays smaller
+# than 64 MB for later ones.
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells the peak of a step")
 @pytest.mark.parametrize("framework", ["numpy", pytest.param("torch", marks=needs_torch)])
-def test_peak_memory_counts_results_and_temporaries(framework):
-    # The C library keeps arrays smaller than 64 MB for later ones.
-    x, live = np.ones(2**24, np.float32), 2
-    if framework == "torch":
-        import torch
-
-        # Torch doesn't reuse the memory of temporaries, as NumPy does.
-        x, live = torch.from_numpy(x), 3
-    assert memory.peak_MB(lambda: x + 1, "cpu") == pytest.approx(64, rel=0.1)
-    peak = memory.peak_MB(lambda: (x + 1) * (x - 1) + 2 * x, "cpu")
-    assert peak == pytest.approx(64 * live, rel=0.1)
-    assert memory.peak_MB(lambda: None, "cpu") == pytest.approx(0, abs=1)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells the peak of a step")
-def test_peak_memory_counts_what_the_pool_hands_out():
-    x, kernels = np.ones((1, 16384, 1024), np.float32), np.ones((1024, 4), np.float32)
-    peak = memory.peak_MB(lambda: fusedops.dynamic_conv(x, kernels), "cpu")
-    assert peak == pytest.approx(64, rel=0.1)
+def test_peak_memory_counts_results_temporaries_and_what_the_pool_hands_out(framework):
+    make = np.asarray if framework == "numpy" else importlib.import_module("torch").from_numpy
+    x, tokens, kernels = map(make, (*ARRAYS, np.ones((1024, 4), np.float32)))
+    for step, MB in (
+        (lambda: x + 1, 64),
+        (lambda: (x + 1) * (x - 1) + 2 * x, 128 if framework == "numpy" else 192),
+        (lambda: fusedops.dynamic_conv(tokens, kernels), 64),
+        (lambda: None, 0),
+    ):
+        assert memory.peak_MB(step, "cpu") == pytest.approx(MB, rel=0.1, abs=1)
 
 
 def test_systems_other_than_linux_tell_no_peak(tmp_path, monkeypatch):
@@ -351,56 +350,81 @@ def test_a_run_of_one_op_leaves_the_others_in_the_file(tmp_path, capsys):
     rows = after["dynamic_conv_step"]["cases"]
     assert {row["who"] for row in rows if row["ours"]} == {"numpy"}
     assert "another" not in capsys.readouterr().out
+    report.save(path, report.new("cuda"))
+    before = path.read_bytes()
+    assert cli.main(["bench", "--quick", "--op", "planarity", "--json", str(path)]) == 2
+    assert "of cuda, not of cpu" in capsys.readouterr().err
+    assert path.read_bytes() == before
 
 
-needs_numba = pytest.mark.skipif(
-    importlib.util.find_spec("numba") is None, reason="numba is not installed"
-)
+def by_numba(monkeypatch, primitive, change):
+    """Let a kernel's outputs be changed after its call."""
+    (numba,) = (backend for backend in registry.BACKENDS if backend.name == "numba")
+    kernel = registry._kernel(numba, primitive)
+
+    def wrong(a, y):
+        change(kernel, a, y)
+
+    monkeypatch.setitem(registry._kernels, (primitive, "numba"), wrong)
+    monkeypatch.setattr(registry, "_chosen", {})
 
 
-@needs_numba
+def raising(*args):
+    raise ZeroDivisionError("no")
+
+
+def off_by_a_hundredth(kernel, a, y):
+    kernel(a, y)
+    y[0][7] *= 1.01
+
+
+# The error is in the forward pass, or only in the gradient; outputs aren't written; a call raises.
+@pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")
 @pytest.mark.usefixtures("quick_bench", "small_sizes", "fresh_plans")
-@pytest.mark.parametrize("primitive", ["structured_scatter_add", "structured_gather"])
-def test_a_wrong_kernel_is_not_timed(tmp_path, capsys, wrong_kernel, primitive):
-    """The error is in the forward pass, or only in the gradient."""
+@pytest.mark.parametrize(
+    ("op", "primitive", "change", "word"),
+    [
+        ("structured_gather", "structured_scatter_add", None, "off by"),
+        ("structured_gather", "structured_gather", None, "off by"),
+        ("dynamic_conv_step", "dynamic_conv_step", lambda *_: None, "value off by inf"),
+        ("dynamic_conv_step", "dynamic_conv_step", raising, "ZeroDivisionError: no"),
+    ],
+)
+def test_a_wrong_kernel_is_not_timed(
+    tmp_path, capsys, monkeypatch, wrong_kernel, op, primitive, change, word
+):
     wrong_kernel(primitive, "numba", -1)
-    command = "--op", "structured_gather", "--backend", "numba", "numpy"
+    if change is not None:
+        by_numba(monkeypatch, primitive, change)
+    command = "--op", op, "--backend", "numba", "numpy"
     (block,) = benches.run(tmp_path / "cpu.json", *command, code=1).values()
     out = capsys.readouterr().out
-    assert "NOT TIMED, because wrong: structured_gather by numba." in out
+    assert f"NOT TIMED, because wrong: {op} by numba." in out
     assert "refused" in out
-    off = [row for row in block["cases"] if row["who"] == "numba"]
-    assert {row["how"] for row in off} == {"NumPy", *(["torch"] if HAS_TORCH else [])}
-    for row in off:
+    assert word in out
+    ours = [row for row in block["cases"] if row["who"] == "numba"]
+    assert {row["how"] for row in ours} == {"NumPy", *(["torch"] if HAS_TORCH else [])}
+    assert len({row["workload"] for row in ours}) == 2
+    for row in ours:
         assert row["ms"] is None
-        assert "off by" in row["refused"]
-        assert max(row["error"].values()) > 1e-6
+        assert word in row["refused"]
+        assert change is not None or max(row["error"].values()) > 1e-6
     good = [row for row in block["cases"] if row["who"] == "numpy"]
     assert all(row["ms"] and not row["refused"] for row in good)
     assert {row["who"] for row in block["growth"]} == {"numpy"}
 
 
-@needs_numba
-@pytest.mark.usefixtures("quick_bench", "fresh_plans")
-@pytest.mark.parametrize("raises", [True, False])
-def test_a_kernel_that_fails_is_not_timed(tmp_path, capsys, monkeypatch, raises):
-    """A kernel that doesn't write its outputs isn't timed, either."""
+@needs_torch
+@pytest.mark.usefixtures("quick_bench", "tiny_steps", "fresh_plans")
+@pytest.mark.parametrize("step", ["refinement", "pair"])
+def test_a_wrong_step_is_not_timed(capsys, monkeypatch, step):
+    from fusedops.nn import TriangleAttention
 
-    def fails(*args):
-        if raises:
-            raise ZeroDivisionError("no")
-
-    # Loaded later, the module would register its own kernel in place of this one.
-    importlib.import_module("cpukern.conv.numba")
-    monkeypatch.setitem(registry._kernels, ("dynamic_conv_step", "numba"), fails)
-    monkeypatch.setattr(registry, "_chosen", {})
-    command = "--op", "dynamic_conv_step", "--backend", "numba"
-    (block,) = benches.run(tmp_path / "cpu.json", *command, code=1).values()
-    word = "ZeroDivisionError: no" if raises else "value off by inf"
-    assert word in capsys.readouterr().out
-    ours = [row for row in block["cases"] if row["ours"]]
-    assert {row["workload"] for row in ours} == {"Jet-Nemotron, a step", "a call"}
-    assert all(word in row["refused"] for row in ours)
+    attended = TriangleAttention._attended
+    monkeypatch.setattr(TriangleAttention, "_attended", lambda *a: 1.001 * attended(*a))
+    by_numba(monkeypatch, "gaussian_density_vjp", off_by_a_hundredth)
+    assert cli.main(["bench", "--quick", "--step", step, "--backend", "numba"]) == 1
+    assert f"NOT TIMED, because wrong: {step} by" in capsys.readouterr().out
 
 
 def work_of(size):
@@ -473,15 +497,6 @@ def test_where_a_peer_is_faster(tmp_path, capsys):
     assert len(lines) == 2
 
 
-def test_a_file_of_another_device_is_left_alone(tmp_path, capsys):
-    path = tmp_path / "h200.json"
-    report.save(path, report.new("cuda"))
-    before = path.read_bytes()
-    assert cli.main(["bench", "--quick", "--op", "planarity", "--json", str(path)]) == 2
-    assert "of cuda, not of cpu" in capsys.readouterr().err
-    assert path.read_bytes() == before
-
-
 @pytest.mark.parametrize("name", ["cpu", "h200"])
 def test_results_without_the_hosts_time_are_shown(capsys, name):
     """An older version, or a machine without torch, leaves such results."""
@@ -520,17 +535,6 @@ def test_eager_calls_and_graphs_share_a_row(capsys):
     assert line[-8:] == ["2.00", "1.90", "–", "2.10", "0.500", "1.25", "41.5", "2.56"]
     (line,) = (line for line in lines if "0.700" in line)
     assert line[-2:] == ["0.700", "1.75"]
-
-
-def test_a_row_of_one_device_and_dtype_is_one_row():
-    """Rows of different cases have different keys, so that none is compared to another."""
-    for device in ("cpu", "cuda"):
-        keys = []
-        for w in WORKLOADS:
-            if w.device == device and not w.needs:
-                make = getattr(w.make, "keywords", {})
-                keys.append((w.op.__name__, w.name, w.size, w.dtype, str(make)))
-        assert len(keys) == len(set(keys))
 
 
 def test_pictures_of_files(tmp_path):
@@ -746,36 +750,44 @@ def on_a_gpu(monkeypatch):
 
 
 @needs_torch
-@pytest.mark.usefixtures("quick_bench")
-@pytest.mark.parametrize("module", ["planarity", "conv", "wigner", "scatter", "density", "trimul"])
+@pytest.mark.usefixtures("quick_bench", "tiny_steps")
+@pytest.mark.parametrize(
+    "module", ["planarity", "conv", "wigner", "scatter", "density", "trimul", "refinement"]
+)
 def test_the_path_of_a_gpu(monkeypatch, on_a_gpu, module):
     dtypes = ("float32", "float16", "bfloat16")
     rates = Rates(1e12, dict.fromkeys(dtypes, 1e14), 1e12)
     monkeypatch.setattr(measure.floors, "measured", lambda *args: rates)
-    plan = Plan("cuda", (module,), ("torch",), quick=True)
-    said = []
-    for op, block in Bench(plan, said.append).run():
+    names = {"whole": (module,)} if module == "refinement" else {"ops": (module,)}
+    plan, said = Plan("cuda", backends=("torch",), quick=True, **names), []
+    blocks = list(Bench(plan, said.append).run())
+    assert len(said) == plan.steps
+    assert on_a_gpu
+    for op, block in blocks:
         ours = [row for row in block["cases"] if row["ours"]]
-        assert not [row["refused"] for row in block["cases"] if row["ours"] and row["refused"]]
-        assert all(row["ms"] > 0 and row["peak_MB"] == 0 for row in ours)
+        assert not [row["refused"] for row in ours if row["refused"]]
+        assert all(row["ms"] > 0 for row in ours)
         passes = {(row["how"], row["pass"]) for row in ours if row["pass"] != "preparation"}
-        if op == "dynamic_conv_step":
-            assert passes == {("CUDA graph", FORWARD), ("torch", FORWARD)}
-        else:
-            graphs = {("CUDA graph", what) for what in (FORWARD, BACKWARD, BOTH)}
-            assert passes == graphs | {("torch", FORWARD), ("torch", BOTH)}
-        empty = {r["pass"]: r["host_ms"] for r in block["cases"] if r["who"] == EMPTY}
+        parts = (FORWARD,) if op == "dynamic_conv_step" else (FORWARD, BOTH)
+        more = (*PARTS, *map(steps.backward_of, PARTS)) if op == "refinement" else ()
+        alone = (BACKWARD,) if len(parts) == 2 and not more else ()
+        assert passes == {
+            *(("torch", what) for what in (*parts, *more)),
+            *(("CUDA graph", what) for what in (*parts, *alone)),
+        }
+        json.dumps(block, allow_nan=False)
+        if more:
+            continue
+        assert all(row["peak_MB"] == 0 for row in ours)
+        empty = [row["pass"] for row in block["cases"] if row["who"] == EMPTY]
+        assert list(dict.fromkeys(empty)) == list(parts)
         for row in block["cases"]:
             # Planarity's peers wait for the GPU themselves.
             waits = op == "planarity_nll" and row["who"] in ("torch eager", "TorchRef 0.7")
             eager = row["how"] == "torch" and row["pass"] in (FORWARD, BOTH)
             assert (row["host_ms"] is not None) == (eager and not waits), row
             assert (row["over_empty"] is None) == (row["host_ms"] is None or row["who"] == EMPTY)
-        assert list(empty) == ([FORWARD] if op == "dynamic_conv_step" else [FORWARD, BOTH])
         assert [row["how"] for row in block["growth"]] == ["CUDA graph"]
-        json.dumps(block, allow_nan=False)
-    assert len(said) == plan.steps
-    assert on_a_gpu
 
 
 @pytest.mark.parametrize("name", ["cpu", "h200"])
@@ -803,63 +815,66 @@ def test_the_history_of_times():
     table, before = "| op | 2026-01-01 |\n|---|---|\n| `other` | as before |\n", report.new("cpu")
     for day, ms in enumerate((1.0, 4.0, 2.0, 2.0), 2):
         table, before = history.added(table, f"2026-01-0{day}", before, times(ms)), times(ms)
-    head, line, other, row = table.splitlines()
-    assert head == "| op | 2026-01-01 | 2026-01-02 | 2026-01-03 | 2026-01-04 | 2026-01-05 |"
-    assert line == "|---|---|---|---|---|---|"
-    assert other == "| `other` | as before | - | - | - | - |"
-    assert row == "| `dynamic_conv` | - | 2 cases | 2.00, **1 slower** | 0.71 | as before |"
-
-
-def test_the_page_of_history_has_a_table_for_every_file():
+    assert table.splitlines() == [
+        "| op | 2026-01-01 | 2026-01-02 | 2026-01-03 | 2026-01-04 | 2026-01-05 |",
+        "|---|---|---|---|---|---|",
+        "| `other` | as before | - | - | - | - |",
+        "| `dynamic_conv` | - | 2 cases | 2.00, **1 slower** | 0.71 | as before |",
+    ]
     page = (benches.ROOT / "docs/history.md").read_text()
     assert page.count("\n| op | ") == len(history.FILES)
 
 
-def test_the_measured_tables(tmp_path):
+def test_the_pages_have_the_tables_of_the_files():
     root = benches.ROOT
-    text = (root / "docs/measured.md").read_text()
+    text, readme = ((root / page).read_text() for page in ("docs/measured.md", "README.md"))
     places = {match[1:3] for match in tables.PART.findall(text)}
     modules = {*tables.MODULES.values(), "peers"}
     others = {("ranks", "h200x2"), ("commands", "commands")}
     assert modules >= measure.STEPS.keys()
     assert places == {(m, d) for m in modules for d in ("cpu", "h200")} | others
-    for page in (text, (root / "README.md").read_text()):
+    parts = {match[1:3] for match in tables.PART.findall(readme)}
+    assert parts == {("largest", "cpu"), ("largest", "h200")}
+    for page in (text, readme):
         assert tables.tables(page, root / "bench/results") == page
     commands = json.loads((root / "bench/results/commands.json").read_text())
     for name, file in commands["files"].items():
         assert not any(run["code"] for run in file["runs"].values()), name
         assert file["R"] < 0.005, name
-    readme = (root / "README.md").read_text()
-    assert {match[1:3] for match in tables.PART.findall(readme)} == {
-        ("largest", "cpu"),
-        ("largest", "h200"),
-    }
 
+
+TOLD = "before\n<!-- measured: {} {} -->\nold\n<!-- end of measured -->\nafter\n"
+
+
+def test_the_measured_tables(tmp_path):
     given = rows_of(("cython", 0.9, 1.0, 1.1), ("numba", 1.9, 2.0, 2.1))
     block = given["ops"]["dynamic_conv"]
     block |= {"machine": measure.machine("cpu"), "rates": measure.rates_in_words(benches.RATES)}
     for row in block["cases"]:
         row |= {"peak_MB": 3.0, "work": work_of(7)}
-    report.save(tmp_path / "cpu.json", given)
-    told = "before\n<!-- measured: {} {} -->\nold\n<!-- end of measured -->\nafter\n"
-    written = tables.tables(told.format("conv", "cpu"), tmp_path)
-    assert "| workload | dtype | pass | Cython | Numba | floor | MB |\n" in written
-    assert "| Jet: T 7 | float32 | forward | 1.00 | 2.00 | 0.500 | 3 |\n" in written
-    peer = block["cases"][1] | {"who": "x", "ours": False}
+
+    def written(module="conv"):
+        report.save(tmp_path / "cpu.json", given)
+        text = tables.tables(TOLD.format(module, "cpu"), tmp_path)
+        assert "old" not in text
+        assert tables.tables(text, tmp_path) == text
+        return text
+
+    text = written()
+    assert "| workload | dtype | pass | Cython | Numba | floor | MB |\n" in text
+    assert "| Jet: T 7 | float32 | forward | 1.00 | 2.00 | 0.500 | 3 |\n" in text
+    first, peer = block["cases"][0], block["cases"][1] | {"who": "x", "ours": False}
     beside = given | {"ops": {"dynamic_conv": block | {"cases": [*block["cases"], peer]}}}
     assert "| `dynamic_conv` | T 7, float32, forward | 1.00 | 2.00, x |" in tables.largest(beside)
-    assert "old" not in written
-    assert tables.tables(written, tmp_path) == written
     # The host's time comes from a call of tensors.
-    block["cases"][0]["host_ms"] = 0.0123
-    block["cases"].append(block["cases"][0] | {"how": "torch", "over_empty": 2.05})
-    report.save(tmp_path / "cpu.json", given)
-    hosted = tables.tables(written, tmp_path)
-    assert "| Cython | Numba | host, µs (over empty) | floor | MB |\n" in hosted
-    assert "| 1.00 / 1.00 | 2.00 | 12.3 (2.05) | 0.500 | 3 |\n" in hosted
+    first["host_ms"] = 0.0123
+    block["cases"].append(first | {"how": "torch", "over_empty": 2.05})
+    text = written()
+    assert "| Cython | Numba | host, µs (over empty) | floor | MB |\n" in text
+    assert "| 1.00 / 1.00 | 2.00 | 12.3 (2.05) | 0.500 | 3 |\n" in text
     # The table has a small and a large size, whoever is faster, and no empty functions.
-    rows = block["cases"][:1] + [
-        block["cases"][0] | {"how": "torch", "size": size, "shape": {"T": size}, "ms": ms, **who}
+    block["cases"] = [first] + [
+        first | {"how": "torch", "size": size, "shape": {"T": size}, "ms": ms, **who}
         for size in (7, 70, 700)
         for ms, who in (
             (2.0, {"over_empty": 2.05}),
@@ -867,21 +882,18 @@ def test_the_measured_tables(tmp_path):
             (0.1, {"who": "empty", "ours": False, "computes": False}),
         )
     ]
-    for row in rows:
+    for row in block["cases"]:
         row["work"] = work_of(row["size"])
-    block["cases"] = rows
-    report.save(tmp_path / "cpu.json", given)
-    short = tables.tables(hosted, tmp_path)
-    assert "| Cython | x | host, µs (over empty) | floor | MB |\n" in short
-    assert "| Jet: T 7 | float32 | forward | 1.00 / 2.00 | 1.00 | 12.3 (2.05) |" in short
-    assert "| Jet: T 700 | float32 | forward | – / 2.00 | 4.00 | 12.3 (2.05) |" in short
-    assert "T 70 " not in short
-    peers = tables.tables(told.format("peers", "cpu"), tmp_path)
+    text = written()
+    assert "| Cython | x | host, µs (over empty) | floor | MB |\n" in text
+    assert "| Jet: T 7 | float32 | forward | 1.00 / 2.00 | 1.00 | 12.3 (2.05) |" in text
+    assert "| Jet: T 700 | float32 | forward | – / 2.00 | 4.00 | 12.3 (2.05) |" in text
+    assert "T 70 " not in text
     lost = "<details><summary>1</summary>Jet: T 7, float32, forward: x, 2.00</details>"
-    assert f"| `dynamic_conv` | 2 of 3 |  | {lost} |\n" in peers
+    assert f"| `dynamic_conv` | 2 of 3 |  | {lost} |\n" in written("peers")
     # Text without results stays.
     for other in (("planarity", "cpu"), ("conv", "h200")):
-        assert tables.tables(told.format(*other), tmp_path) == told.format(*other)
+        assert tables.tables(TOLD.format(*other), tmp_path) == TOLD.format(*other)
 
 
 def test_every_op_has_a_picture_and_folded_times(tmp_path):
@@ -900,16 +912,20 @@ def test_every_op_has_a_picture_and_folded_times(tmp_path):
 
 @pytest.fixture
 def tiny_steps(monkeypatch):
-    """Let a step have one case that can be made, of a few atoms, and one that can't."""
+    """Let steps have one case of a few atoms or residues, and one that can't be made."""
 
-    def tiny(device):
+    def refinement(device):
         step = steps.refinement(device)
         few = steps.Case("tiny", lambda: steps._generated(24), quick=True)
         return replace(step, cases=(few, replace(step.cases[1], quick=True)), checks=(few,))
 
+    def pair(device):
+        few = steps.Case("tiny", lambda: steps._pairs(10), quick=True)
+        return replace(steps.pair(device), cases=(few,), checks=(few,))
+
     pytest.importorskip("gemmi")
     monkeypatch.delenv(steps.DATA, raising=False)
-    monkeypatch.setattr(measure, "STEPS", {"refinement": tiny})
+    monkeypatch.setattr(measure, "STEPS", {"refinement": refinement, "pair": pair})
 
 
 PARTS = ("density", "Fourier", "target", "planarity")
@@ -988,25 +1004,31 @@ def test_no_graph_of_a_part_lives_before_its_backward_pass():
 
 
 @pytest.mark.usefixtures("quick_bench", "tiny_steps")
-def test_a_step_has_its_json_its_tables_and_its_picture(tmp_path, capsys):
-    block = benches.run(tmp_path / "cpu.json", "--step", "refinement")["refinement"]
+@pytest.mark.parametrize("name", ["refinement", pytest.param("pair", marks=needs_torch)])
+def test_a_step_has_its_json_its_tables_and_its_picture(tmp_path, capsys, name):
+    block = benches.run(tmp_path / "cpu.json", "--step", name)[name]
     out = capsys.readouterr().out
     assert "share" in out
     assert "over floor" not in out
-    assert "refinement, 3p3w is left out: needs 3p3w.pdb or 3p3w.cif, gzipped" in out
-    assert steps.DATA in out
     ours = [row for row in block["cases"] if row["ours"]]
     assert {row["workload"] for row in ours} == {"tiny"}
-    assert {row["how"] for row in ours} == {"NumPy", *["torch"] * HAS_TORCH}
     for row in ours:
         assert row["ms"] > 0
         assert set(row["error"]) == {"value", "gradient"}
         assert (row.get("share") is None) == (row["pass"] in (FORWARD, BOTH))
-        assert row["shape"]["atoms"] == row["size"] == 36
-    told = "<!-- measured: refinement cpu -->\n<!-- end of measured -->\n"
+    told = f"<!-- measured: {name} cpu -->\n<!-- end of measured -->\n"
     written = tables.tables(told, tmp_path)
     names = [line.split("|")[2].strip() for line in written.splitlines() if line.startswith("| ")]
     assert names == ["part", FORWARD, BOTH, *names[3:]]
+    if name == "pair":
+        assert {row["how"] for row in block["cases"]} == {"torch"}
+        assert {row["who"] for row in block["cases"] if not row["ours"]} == {"torch eager"}
+        assert "starting attention, backward" in names
+        return
+    assert "refinement, 3p3w is left out: needs 3p3w.pdb or 3p3w.cif, gzipped" in out
+    assert steps.DATA in out
+    assert {row["how"] for row in ours} == {"NumPy", *["torch"] * HAS_TORCH}
+    assert {row["shape"]["atoms"] for row in ours} == {row["size"] for row in ours} == {36}
     assert {*names[3:]} == {*PARTS, *map(steps.backward_of, PARTS)}
     assert re.search(r"\| density \| [\d.]+ \(\d+%\) \|", written)
     pytest.importorskip("matplotlib")
@@ -1015,49 +1037,19 @@ def test_a_step_has_its_json_its_tables_and_its_picture(tmp_path, capsys):
     assert bar.eager == pytest.approx(2)
 
 
-@pytest.mark.usefixtures("quick_bench", "tiny_steps", "fresh_plans")
-def test_a_wrong_step_is_not_timed(capsys, monkeypatch):
-    (numba,) = (backend for backend in registry.BACKENDS if backend.name == "numba")
-    kernel = registry._kernel(numba, "gaussian_density_vjp")
-
-    def wrong(a, y):
-        kernel(a, y)
-        y[0][7] *= 1.01
-
-    monkeypatch.setitem(registry._kernels, ("gaussian_density_vjp", "numba"), wrong)
-    monkeypatch.setattr(registry, "_chosen", {})
-    arguments = ["bench", "--quick", "--step", "refinement", "--backend", "numba"]
-    assert cli.main(arguments) == 1
-    assert "NOT TIMED, because wrong: refinement by numba." in capsys.readouterr().out
-
-
 @pytest.mark.usefixtures("quick_bench", "tiny_steps")
 def test_a_case_that_fails_leaves_the_others(monkeypatch, capsys):
-    def tiny(device, make=measure.STEPS["refinement"]):
-        step = make(device)
+    def fail():
+        raise MemoryError("a map of 1 TB")
 
-        def fail():
-            raise MemoryError("a map of 1 TB")
-
-        return replace(step, cases=(steps.Case("huge", fail, quick=True), step.cases[0]))
-
-    monkeypatch.setattr(measure, "STEPS", {"refinement": tiny})
+    made = measure.STEPS["refinement"]("cpu")
+    cases = (steps.Case("huge", fail, quick=True), made.cases[0])
+    monkeypatch.setattr(measure, "STEPS", {"refinement": lambda _: replace(made, cases=cases)})
     arguments = ["bench", "--quick", "--step", "refinement", "--backend", "numpy"]
     assert cli.main(arguments) == 1
     out = capsys.readouterr().out
     assert "MemoryError: a map of 1 TB" in out
     assert "tiny: atoms 36" in out
-
-
-@pytest.fixture
-def tiny_pairs(monkeypatch):
-    """Let the pair step have one case, of few residues, and no compiled peer."""
-
-    def tiny(device):
-        few = steps.Case("tiny", lambda: steps._pairs(10), quick=True)
-        return replace(steps.pair(device), cases=(few,), checks=(few,))
-
-    monkeypatch.setattr(measure, "STEPS", {"pair": tiny})
 
 
 @needs_torch
@@ -1095,30 +1087,6 @@ def test_the_pair_step_of_cuequivariance(monkeypatch):
     problem = steps._pairs(10)
     found = errors_of_step(steps.pair_by_cuequivariance(problem, "cpu"), step.reference(problem))
     assert max(found.values()) < step.tolerance
-
-
-@needs_torch
-@pytest.mark.usefixtures("quick_bench", "tiny_pairs")
-def test_a_pair_step_has_its_tables(tmp_path):
-    block = benches.run(tmp_path / "cpu.json", "--step", "pair")["pair"]
-    assert {row["how"] for row in block["cases"]} == {"torch"}
-    assert {row["who"] for row in block["cases"] if not row["ours"]} == {"torch eager"}
-    for row in block["cases"]:
-        assert row["ms"] > 0
-        assert set(row["error"]) == {"value", "gradient"}
-    told = "<!-- measured: pair cpu -->\n<!-- end of measured -->\n"
-    assert "| starting attention, backward |" in tables.tables(told, tmp_path)
-
-
-@needs_torch
-@pytest.mark.usefixtures("quick_bench", "tiny_pairs")
-def test_a_wrong_pair_step_is_not_timed(capsys, monkeypatch):
-    from fusedops.nn import TriangleAttention
-
-    attended = TriangleAttention._attended
-    monkeypatch.setattr(TriangleAttention, "_attended", lambda *a: 1.001 * attended(*a))
-    assert cli.main(["bench", "--quick", "--step", "pair"]) == 1
-    assert "NOT TIMED, because wrong: pair by" in capsys.readouterr().out
 
 
 @needs_torch
@@ -1164,21 +1132,6 @@ def test_a_structure_of_the_data_folder(tmp_path, monkeypatch):
     # R of a shaken model, with noise in the data.
     F = steps._refined(copied, "NumPy", "cpu", "float64", None).steps()["Fourier"]()[0]
     assert 0.05 < np.abs(abs(F) - copied.observed).sum() / copied.observed.sum() < 0.4
-
-
-@needs_torch
-@pytest.mark.usefixtures("quick_bench", "tiny_steps")
-def test_a_step_on_the_path_of_a_gpu(monkeypatch, on_a_gpu):
-    plan, said = Plan("cuda", (), ("torch",), quick=True, whole=("refinement",)), []
-    *_, (name, block) = Bench(plan, said.append).run()
-    assert name == "refinement"
-    assert len(said) == plan.steps == 3
-    ours = [row for row in block["cases"] if row["ours"]]
-    assert not [row["refused"] for row in ours if row["refused"]]
-    graphs = {("CUDA graph", what) for what in (FORWARD, BOTH)}
-    assert {(row["how"], row["pass"]) for row in ours} == graphs | {
-        ("torch", what) for what in (FORWARD, BOTH, *PARTS, *map(steps.backward_of, PARTS))
-    }
 
 
 #: TorchRef says at its import how many threads it takes.

@@ -742,8 +742,9 @@ def test_compile_without_breaks_or_recompiling(example):
     """Sizes change from one structure, sequence or batch to the next."""
     problems = [example.of(size) for size in example.others]
     op, names = example.op, problems[0].leaves
-    changing = (np.ndarray, *PACKED)
-    rest = {n: a for n, a in problems[0].arguments.items() if not isinstance(a, changing)}
+    first, *others = (p.arguments for p in problems)
+    same = {n for n, a in first.items() if not isinstance(a, (np.ndarray, *PACKED))}
+    rest = {n: first[n] for n in same if all(first[n] == other[n] for other in others)}
 
     def function(leaves, constants):
         given = [1.5 * leaf for leaf in leaves]
