@@ -296,6 +296,35 @@ def fresh_plans():
 
 
 @pytest.fixture
+def aligned(monkeypatch, fresh_plans):
+    """Let every kernel assert that its arrays are aligned; list the calls."""
+    import numpy as np
+
+    from fusedops._frame import registry
+    from fusedops._frame.packed import Packed
+
+    calls = []
+    genuine = registry.choose
+
+    def choose(request):
+        backend, kernel = genuine(request)
+
+        def spy(*records):
+            calls.append(request)
+            given = [value for record in records for value in record]
+            packed = [p for p in given if isinstance(p, Packed)]
+            fields = [getattr(p, name) for p in packed for name in p._fields]
+            for array in (*given, *fields):
+                assert not isinstance(array, np.ndarray) or array.flags.aligned
+            return kernel(*records)
+
+        return backend, spy
+
+    monkeypatch.setattr(registry, "choose", choose)
+    return calls
+
+
+@pytest.fixture
 def wrong_kernel(monkeypatch, fresh_plans):
     """Let a kernel be off in one element by a hundred-thousandth of the largest."""
     import numpy as np

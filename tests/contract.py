@@ -93,6 +93,13 @@ def total(p: Problem, backend: str | None = None) -> Callable[..., Any]:
     return weighted
 
 
+def unaligned(array: np.ndarray) -> np.ndarray:
+    """Return a copy of an array at an odd address."""
+    view = np.empty(array.nbytes + 1, np.uint8)[1:].view(array.dtype).reshape(array.shape)
+    view[...] = array
+    return view
+
+
 def same(got: Any, want: Any) -> None:
     np.testing.assert_array_equal(got, want, strict=True)
 
