@@ -21,24 +21,19 @@ from fusedops._catalogue import Example, families
 from fusedops._frame import registry
 from fusedops.testing import poisoned_outputs
 
-from . import calls, conv, crystal, density, planarity, trimul, wigner
+from . import calls, conv, crystal, density, planarity, trimul
 from .arrays import DTYPES, NUMPY_DTYPES
 from .checks import ASPECTS, Trial
 from .ledger import Finding, Ledger, Place
 from .problem import Family
 
-OWN = [
-    family
-    for module in (conv, crystal, density, planarity, trimul, wigner)
-    for family in vars(module).values()
-    if isinstance(family, Family)
-]
+OWN = [module.FAMILY for module in (conv, crystal, density, planarity, trimul)]
 #: The families with a module here, and one of every other op of the catalogue.
 FAMILIES = {family.name: family for family in OWN}
 _OTHERS: dict[str, list[Example]] = {}
 for _example in (example for module in families() for example in module.examples()):
     _name = _example.op.__name__
-    if not any(_name in (family.name, *family.ops) for family in OWN):
+    if _name not in FAMILIES:
         _OTHERS.setdefault(_name, []).append(_example)
 FAMILIES |= {name: calls.family(examples) for name, examples in _OTHERS.items()}
 #: Values for every call on a GPU, where compiling takes longer than calling.

@@ -1,4 +1,4 @@
-"""The dynamic convolution and its step."""
+"""The step of the dynamic convolution, which updates a state."""
 
 from __future__ import annotations
 
@@ -9,25 +9,8 @@ from hypothesis import strategies as st
 
 import fusedops
 
-from .arrays import LARGE, SMALL, common, values
+from .arrays import SMALL, common, values
 from .problem import Family, Problem
-
-
-def _flags() -> dict[str, Any]:
-    return {name: st.booleans() for name in ("static", "bias", "residual", "silu")}
-
-
-def strategy(compiled: bool) -> dict[str, Any]:
-    return common() | {
-        "B": st.sampled_from((0, 1, 1, 2, 3)),
-        "T": st.sampled_from(LARGE),
-        "D": st.sampled_from((0, 1, 2, 3, 5, 8, 17, 33)),
-        "W": st.sampled_from((1, 4) if compiled else (1, 2, 3, 4, 5, 7, 13)),
-        "sequences": st.sampled_from((0, 0, 0, 1, 2, 5)),
-        "state": st.booleans(),
-        "final": st.booleans(),
-        **_flags(),
-    }
 
 
 def _activated(h: np.ndarray, silu: bool) -> np.ndarray:
@@ -36,84 +19,7 @@ def _activated(h: np.ndarray, silu: bool) -> np.ndarray:
         return h / (1 + np.exp(-h)) if silu else h
 
 
-def build(d: dict[str, Any]) -> Problem:
-    rng = np.random.default_rng(d["seed"])
-    B, T, D, W = (d[name] for name in "BTDW")
-    count, starts = B, None
-    constants = {}
-    if d["sequences"]:
-        B, count = 1, d["sequences"]
-        inner = np.sort(rng.integers(0, T + 1, count - 1))
-        starts = np.concatenate([[0], inner, [T]])
-        constants["cu_seqlens"] = starts.astype(d["index"])
-    kind = d["values"]
-    arrays = {
-        "x": values(rng, (B, T, D), kind),
-        "kernels": values(rng, (D, W) if d["static"] else (B, T, D, W), kind),
-    }
-    if d["state"]:
-        arrays["initial_state"] = values(rng, (count, D, W), kind)
-    if d["bias"]:
-        arrays["bias"] = values(rng, (D,), kind)
-    if d["residual"]:
-        arrays["residual"] = values(rng, (B, T, D), kind)
-
-    def oracle(
-        x: np.ndarray,
-        kernels: np.ndarray,
-        initial_state: Any = None,
-        bias: Any = None,
-        residual: Any = None,
-    ) -> Any:
-        out, final = np.zeros(x.shape), np.zeros((count, D, W))
-        for s in range(count):
-            row, low, high = (s, 0, T) if starts is None else (0, starts[s], starts[s + 1])
-            past = np.zeros((W, D)) if initial_state is None else initial_state[s].T
-            inputs = np.concatenate([past, x[row, low:high]])
-            # Token t reads inputs t + 1 to t + W, for it is number t + W itself.
-            reads = inputs[np.arange(high - low)[:, None] + np.arange(1, W + 1)]
-            taps = kernels if d["static"] else kernels[row, low:high]
-            spec = "twd,dw->td" if d["static"] else "twd,tdw->td"
-            h = np.einsum(spec, reads, taps)
-            out[row, low:high] = _activated(h if bias is None else h + bias, d["silu"])
-            final[s] = inputs[len(inputs) - W :].T
-        if residual is not None:
-            out += residual
-        return (out, final) if d["final"] else out
-
-    def pack(given: Any) -> dict[str, Any]:
-        return {"cu_seqlens": fusedops.Sequences(given["cu_seqlens"])}
-
-    bad: list[tuple[str, Any]] = [("activation", "relu")]
-    if starts is not None:
-        bad += [("cu_seqlens", starts + 1), ("cu_seqlens", starts[:0]), ("cu_seqlens", -starts - 1)]
-    return Problem(
-        op=fusedops.dynamic_conv,
-        arrays=arrays,
-        constants=constants,
-        options={
-            "activation": "silu" if d["silu"] else None,
-            "output_final_state": d["final"],
-        },
-        oracle=oracle,
-        pack=pack if constants else None,
-        linear=()
-        if any(d[name] for name in ("silu", "bias", "residual", "final"))
-        else ("kernels",),
-        absolute={"activation": None},
-        bends=d["silu"],
-        terms=W,
-        gradient_terms=max(W, B * T),
-        bad=bad,
-    )
-
-
-FAMILY = Family(
-    "dynamic_conv", strategy, build, ("T", 5000), {"B": 1, "D": 1, "W": 2, "sequences": 2}
-)
-
-
-def step_strategy(compiled: bool) -> dict[str, Any]:
+def strategy(compiled: bool) -> dict[str, Any]:
     return common() | {
         "B": st.sampled_from(SMALL),
         "D": st.sampled_from((0, 1, 2, 3, 5, 8, 17, 33, 64)),
@@ -122,11 +28,11 @@ def step_strategy(compiled: bool) -> dict[str, Any]:
         "more": st.sampled_from((0, 0, -1, 2)),
         "paged": st.booleans(),
         "circular": st.booleans(),
-        **_flags(),
+        **{name: st.booleans() for name in ("static", "bias", "residual", "silu")},
     }
 
 
-def step_build(d: dict[str, Any]) -> Problem:
+def build(d: dict[str, Any]) -> Problem:
     rng = np.random.default_rng(d["seed"])
     B, D, W = (d[name] for name in "BDW")
     kind, T, L = d["values"], d["T"], W + d["more"]
@@ -181,13 +87,11 @@ def step_build(d: dict[str, Any]) -> Problem:
         constants=constants,
         options={"activation": "silu" if d["silu"] else None},
         oracle=oracle,
-        absolute={"activation": None},
-        bends=d["silu"],
-        terms=W,
+        terms=64 * W,
         differentiable=False,
         mutated=("state",),
         bad=[("activation", "relu")],
     )
 
 
-STEP = Family("dynamic_conv_step", step_strategy, step_build, ("B", 5000), {"D": 1, "W": 4})
+FAMILY = Family("dynamic_conv_step", strategy, build, ("B", 5000), {"D": 1, "W": 4})

@@ -178,7 +178,6 @@ def build(d: dict[str, Any]) -> Problem:
         pack=None
         if d["slab"]
         else lambda c: {"cell": Lattice(c["cell"], grid), "grid_shape": None},
-        linear=("occupancy",) if not d["wrong"] else (),
         terms=32000,
         gradient_terms=128000,
         margin=margin,

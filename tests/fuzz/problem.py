@@ -29,14 +29,6 @@ class Problem:
         From `arrays` to the outputs in float64, by another method than the reference's.
     pack : callable, optional
         From `constants` to the same as packed arguments.
-    linear : tuple of str
-        The arrays that outputs are linear in, all others held fixed.
-    absolute : dict, optional
-        Where outputs are sums of products: options with which absolute values of all arrays give
-        the sums of their absolute values, which errors are relative to, element by element. None
-        where they are relative to the largest element.
-    bends : bool
-        Whether an activation follows on these sums, whose slope is off by as much as they are.
     natural : float
         The least size that errors are relative to, for sums which may cancel to nothing.
     condition : callable, optional
@@ -69,9 +61,6 @@ class Problem:
     options: dict[str, Any] = field(default_factory=dict)
     oracle: Callable[..., Any] | None = None
     pack: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
-    linear: tuple[str, ...] = ()
-    absolute: dict[str, Any] | None = None
-    bends: bool = False
     natural: float = 0.0
     condition: Callable[[Mapping[str, Any]], float] | None = None
     exact: bool = True
@@ -99,7 +88,7 @@ class Family:
     Attributes
     ----------
     name : str
-        The op's name, or a name for ops that go together.
+        The op's name.
     strategy : callable
         From whether calls run on a GPU or in its interpreter, where kernels are compiled for
         some sizes anew, to a dict of strategies by field, whose values JSON can hold.
@@ -113,8 +102,6 @@ class Family:
         From a size to the value of the field.
     backends : tuple of str
         The backends that can serve.
-    ops : tuple of str
-        The names of the ops that it calls, where they are others.
     """
 
     name: str
@@ -124,4 +111,3 @@ class Family:
     steady: dict[str, Any] = field(default_factory=dict)
     sized: Callable[[int], Any] | None = None
     backends: tuple[str, ...] = ("cython", "numba", "triton", "torch", "numpy")
-    ops: tuple[str, ...] = ()

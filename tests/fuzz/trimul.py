@@ -116,10 +116,5 @@ def build(d: dict[str, Any]) -> Problem:
 
 
 FAMILY = Family(
-    "trimul",
-    strategy,
-    build,
-    ("N", 20),
-    {"B": 1, "C": 4, "H": 4},
-    ops=("triangle_multiplicative_update",),
+    "triangle_multiplicative_update", strategy, build, ("N", 20), {"B": 1, "C": 4, "H": 4}
 )
