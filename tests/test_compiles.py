@@ -48,6 +48,16 @@ def compile(self, programs, key, *args):
 
 launch.Launcher.__call__ = compile
 launch.Launcher.is_new = lambda *_: False
+
+
+def launched(name, given, outputs=None):
+    from fusedops._frame.primitive import primitives
+
+    primitive = primitives()[name]
+    kernel = registry._registered(registry.BACKENDS[0], name, primitive.family)
+    a = primitive.Arguments(*[given.get(field) for field in primitive.Arguments._fields])
+    made = [torch.empty(out[0]) for out in primitive.describe(a)] if outputs is None else outputs
+    kernel(a, primitive.Outputs(*made))
 """
 
 COMPILE = """
@@ -126,7 +136,6 @@ def test_kernels_compile(families, dtype, capability, before, tmp_path):
 # The update of float32 with factors of TF32, of which large tiles take 164 KiB, by arrays of the
 # CPU that pass for a GPU's.
 ADA = """
-from fusedops._frame.primitive import primitives
 from gpukern.trimul import forward, plan
 
 most = {}
@@ -140,14 +149,11 @@ torch.Tensor.is_cuda = property(lambda self: True)
 torch.version.cuda = "12.8"
 plan.is_small = lambda device: True
 N, C = 128, 128
-primitive = primitives()["triangle_multiplicative_update"]
-kernel = registry._registered(registry.BACKENDS[0], primitive.name, primitive.family)
 given = {"x": torch.empty(1, N, N, C), "eps": 1e-5, "direction": "outgoing", "gate": "output"}
 given |= {f"{kind}_in_weight": torch.empty(2 * C, C) for kind in "pg"}
 given |= {f"{kind}_out_weight": torch.empty(C, C) for kind in "pg"}
 given |= {"precision": "tf32", "max_memory": 0}
-a = primitive.Arguments(*[given.get(field) for field in primitive.Arguments._fields])
-kernel(a, primitive.Outputs(*[torch.empty(shape) for shape, _ in primitive.describe(a)]))
+launched("triangle_multiplicative_update", given)
 assert {"project", "product", "finish"} <= {*most}, most
 print(max(most.values()))
 """
@@ -163,7 +169,6 @@ def test_triangles_fit_in_the_shared_memory_of_ada(tmp_path):
 
 STEP = """
 import re
-from fusedops._frame.primitive import primitives
 
 loads = []
 
@@ -172,12 +177,9 @@ def note(kernel, made):
     loads.extend(re.findall(r"ld\\.global\\S*?((?:v\\d\\.)?b\\d+)", made.asm["ptx"]))
 
 
-primitive = primitives()["dynamic_conv_step"]
-kernel = registry._registered(registry.BACKENDS[0], primitive.name, primitive.family)
 x, taps = torch.empty(2, 512, dtype=torch.bfloat16), torch.empty(2, 512, 4, dtype=torch.bfloat16)
 given = {"x": x, "state": taps, "kernels": taps, "slots": SLOTS, "activation": "silu"}
-a = primitive.Arguments(*[given.get(field) for field in primitive.Arguments._fields])
-kernel(a, primitive.Outputs(*[torch.empty_like(x) for _ in primitive.outputs]))
+launched("dynamic_conv_step", given, [torch.empty_like(x)])
 print(*sorted(loads))
 """
 
@@ -193,8 +195,6 @@ def test_a_decoding_step_loads_vectors(slots, more, tmp_path):
 
 
 MIXED = """
-from fusedops._frame.primitive import primitives
-
 count = 0
 
 
@@ -203,8 +203,6 @@ def note(kernel, made):
     count += bool(made.asm["cubin"])
 
 
-primitive = primitives()["dynamic_conv_vjp"]
-kernel = registry._registered(registry.BACKENDS[0], primitive.name, primitive.family)
 B, T, D, W = 1, 8, 128, 4
 for own, others, final, wants_x in (
     ("bfloat16", "float32", None, True),
@@ -216,8 +214,7 @@ for own, others, final, wants_x in (
     state = torch.empty(B, D, W, dtype=getattr(torch, others))
     given = {"x": x, "kernels": kernels, "initial_state": state, "dout": x, "activation": "silu"}
     given["dfinal_state"] = final and torch.empty(B, D, W, dtype=getattr(torch, final))
-    a = primitive.Arguments(*[given.get(field) for field in primitive.Arguments._fields])
-    kernel(a, primitive.Outputs(x if wants_x else None, kernels, state, None))
+    launched("dynamic_conv_vjp", given, [x if wants_x else None, kernels, state, None])
 print(count)
 """
 

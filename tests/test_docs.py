@@ -23,42 +23,37 @@ from places import HAS_TORCH
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
-COMPAT = [
-    f"fusedops.compat.{name}"
-    for name in (
-        "boltz",
-        "causal_conv1d",
-        "cuequivariance",
-        "fairchem",
-        "fla",
-        "openfold",
-        "openfold3",
-        "protenix",
-        "sglang",
-        "torchref",
-        "vllm",
-    )
-]
-DISTRIBUTED = [
-    f"fusedops.distributed.{name}" for name in ("exchanges", "graphs", "sequences", "triangles")
-]
+
+
+def modules_of(package, path):
+    return [
+        f"{package}.{module.name}"
+        for module in pkgutil.iter_modules([str(path)])
+        if not module.name.startswith("__")
+    ]
+
+
+HERE = Path(fusedops.__file__).parent
+#: Every package but `fusedops._frame`, with all of its modules.
+PACKAGES = {
+    f"fusedops.{name}": modules_of(f"fusedops.{name}", HERE / name)
+    for name in ("cli", "compat", "distributed", "_host")
+} | {
+    each.__package__: modules_of(each.__package__, Path(each.__file__).parent)
+    for each in families()
+}
+COMPAT = [name for name in PACKAGES["fusedops.compat"] if not name.startswith("fusedops.compat._")]
+
+
 MODULES = [
     "fusedops",
-    *(f"fusedops.{module.name}" for module in pkgutil.iter_modules(fusedops.__path__)),
-    *(
-        f"{family.__package__}.{module.name}"
-        for family in families()
-        for module in pkgutil.iter_modules([str(Path(family.__file__).parent)])
-    ),
-    *COMPAT,
-    *DISTRIBUTED,
-    "fusedops._host.limits",
-    "fusedops._host.threads",
+    *modules_of("fusedops", HERE),
+    *(module for modules in PACKAGES.values() for module in modules),
 ]
 NEED_TORCH = (
     *("fusedops.distributed", "fusedops.nn", "fusedops.pairs", "fusedops._frame.bridge"),
-    *COMPAT,
-    *DISTRIBUTED,
+    *PACKAGES["fusedops.compat"],
+    *PACKAGES["fusedops.distributed"],
 )
 #: What every block of a page needs.
 REQUIRED = {
@@ -101,7 +96,7 @@ def own(module):
             yield name, inspect.unwrap(value)
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name != "fusedops.__main__"])
+@pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     module = imported(name)
