@@ -94,9 +94,6 @@ def build(known: dict[str, Example], d: dict[str, Any]) -> Problem:
                 moved = value.copy()
                 moved.reshape(-1)[-1] += shift
                 bad.append((name, moved))
-    declared = op.declared
-    loose = ("of int64", "of one more axis", "of no axis")
-    broadcast = [name for name in arrays if declared[name].integers or declared[name].broadcasts]
     return Problem(
         op=op,
         arrays=arrays,
@@ -112,10 +109,6 @@ def build(known: dict[str, Example], d: dict[str, Any]) -> Problem:
         gradient_terms=16 * example.terms,
         differentiable=op.primitive.pullback is not None,
         bad=bad,
-        right=(
-            *(f"{name} {kind}" for name in broadcast for kind in loose),
-            *(f"{name} of one more axis" for name in [op.leading] if name),
-        ),
     )
 
 

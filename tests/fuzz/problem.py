@@ -50,9 +50,7 @@ class Problem:
     own : callable, optional
         Further checks, called with (trial, place).
     bad : list of (str, value)
-        Arguments that must be refused, besides the ones that every op must refuse.
-    right : tuple of str
-        Wrong arrays, by argument and kind, that this op takes.
+        Arguments that must be refused.
     """
 
     op: Any
@@ -73,7 +71,6 @@ class Problem:
     margin: Callable[[Mapping[str, Any]], Any] | None = None
     own: Callable[..., None] | None = None
     bad: list[tuple[str, Any]] = field(default_factory=list)
-    right: tuple[str, ...] = ()
 
     def tolerance(self, dtype: str, gradient: bool = False) -> float:
         """Return the project's tolerance, for arrays of a dtype, or the narrowest of many."""

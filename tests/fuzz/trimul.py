@@ -107,11 +107,6 @@ def build(d: dict[str, Any]) -> Problem:
             ("max_memory", 0),
             ("precision", "int8"),
         ],
-        # A mask of integers, that broadcasts; and x of several leading axes.
-        right=(
-            *[f"mask of {kind}" for kind in ("int64", "one more axis", "no axis")],
-            *["x of one more axis"] * (C == 1),
-        ),
     )
 
 
