@@ -195,12 +195,14 @@ def test_a_cotangent_may_have_any_real_dtype(dtype):
     assert pullback(np.full((2, 1, 1, 3), 2, dtype))[0].tolist() == [12, 0]
 
 
+# An output or a state, which is written, and an argument with the same memory.
 SHARING = [
-    (op, name)
+    (op, name, "out")
     for op in OPS
     for name, value in RIGHT[op].items()
     if "out" in RIGHT[op] and isinstance(value, np.ndarray) and name != "out"
 ]
+SHARING += [(fusedops.dynamic_conv_step, name, "state") for name in ("x", "kernels", "bias")]
 
 
 def of_one_memory(*arrays):
@@ -211,18 +213,23 @@ def of_one_memory(*arrays):
 
 @pytest.mark.parametrize("index", FRAMEWORKS)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize(("op", "name"), SHARING, ids=[f"{op.__name__}-{n}" for op, n in SHARING])
-def test_out_shares_memory_with_no_argument(op, name, framework, index):
+@pytest.mark.parametrize(
+    ("op", "name", "written"), SHARING, ids=[f"{op.__name__}-{n}-{w}" for op, n, w in SHARING]
+)
+def test_out_shares_memory_with_no_argument(op, name, written, framework, index):
     given = dict(RIGHT[op])
-    memory, given[name], given["out"] = of_one_memory(given[name], given["out"])
+    memory, given[name], given[written] = of_one_memory(given[name], given[written])
     given[name][...] = RIGHT[op][name]
+    if written != "out":
+        del given["out"]
     before = memory.copy()
     for key, value in given.items():
         if isinstance(value, np.ndarray):
             constant = key in op.primitive.constants
             kind = framework if value.dtype == np.float64 or constant else index
             given[key] = torch.from_numpy(value) if kind == "torch" else value
-    with pytest.raises(ValueError, match=f"{op.__name__}: out shares memory with {name};"):
+    first, second = (written, name) if written == "out" else (name, written)
+    with pytest.raises(ValueError, match=f"{op.__name__}: {first} shares memory with {second};"):
         op(**given)
     np.testing.assert_array_equal(memory, before)
 
@@ -231,31 +238,15 @@ def test_out_shares_memory_with_no_argument(op, name, framework, index):
 @pytest.mark.parametrize("make", [fusedops.ScatterPlan, memoryview], ids=lambda make: make.__name__)
 def test_out_shares_memory_with_no_view_that_a_plan_has(make, name):
     given = {"wa": WA, "wbwc": WBWC}
-    out = ones(2)
-    memory, given[name], out = of_one_memory(given[name], out)
+    memory, given[name], out = of_one_memory(given[name], ones(2))
     if make is memoryview:
         where = {key: memoryview(array) for key, array in given.items()} | {"map_size": 2}
-        named = name
     else:
         where = {"wa": fusedops.ScatterPlan(**given, map_size=2, copy=False)}
-        named = "wa"
+    named = name if make is memoryview else "wa"
     with pytest.raises(ValueError, match=f"out shares memory with {named};"):
         fusedops.structured_scatter_add(ones(2, 1, 1, 3), **where, out=out)
     assert not memory.any()
     apart = fusedops.ScatterPlan(**given, map_size=2)
     fusedops.structured_scatter_add(ones(2, 1, 1, 3), apart, out=out)
     assert out.tolist() == [6, 0]
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("name", ["x", "kernels", "bias"])
-def test_a_state_shares_memory_with_no_argument(name, framework):
-    given = {**RIGHT[fusedops.dynamic_conv_step], "out": None}
-    memory, given[name], given["state"] = of_one_memory(given[name], given["state"])
-    given = {
-        key: torch.from_numpy(value) if framework == "torch" and hasattr(value, "dtype") else value
-        for key, value in given.items()
-    }
-    with pytest.raises(ValueError, match=f"dynamic_conv_step: {name} shares memory with state;"):
-        fusedops.dynamic_conv_step(**given)
-    assert not memory.any()
