@@ -103,40 +103,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 # Fixtures of places have module scope, because hypothesis refuses fixtures of function scope.
 
 
-@pytest.fixture(scope="module", params=PLACES, ids="-".join)
-def place(request):
-    """Every implementation, Triton's kernels interpreted."""
-    return available(*request.param)
+def every(places):
+    """Return a fixture of the framework and the backend of every place."""
+
+    @pytest.fixture(scope="module", params=places, ids="-".join)
+    def place(request):
+        return available(*request.param)
+
+    return place
 
 
-@pytest.fixture(scope="module", params=QUICK, ids="-".join)
-def quick(request):
-    """Every implementation but the interpreter."""
-    return available(*request.param)
+def serving(framework, names):
+    """Return a fixture of backends that serve the arrays of a framework."""
+
+    @pytest.fixture(scope="module", params=names)
+    def backend(request):
+        return available(framework, request.param)[1]
+
+    return backend
 
 
-@pytest.fixture(scope="module", params=SERVE_ARRAYS)
-def backend(request):
-    """A backend that serves NumPy arrays."""
-    return available("numpy", request.param)[1]
-
-
-@pytest.fixture(scope="module", params=EXACT)
-def exact(request):
-    """A backend that serves NumPy arrays, to the bit whatever the threads."""
-    return available("numpy", request.param)[1]
-
-
-@pytest.fixture(scope="module", params=[*SERVE_ARRAYS, "torch"])
-def torch_backend(request):
-    """A backend that serves tensors on the CPU, but for the interpreter."""
-    return available("torch", request.param)[1]
-
-
-@pytest.fixture(scope="module", params=SERVE_TENSORS)
-def any_torch_backend(request):
-    """A backend that serves tensors on the CPU."""
-    return available("torch", request.param)[1]
+#: Every implementation, Triton's kernels interpreted, and every one but those.
+place, quick = every(PLACES), every(QUICK)
+#: Backends of NumPy arrays, and the ones that give the same bits whatever the threads.
+backend, exact = serving("numpy", SERVE_ARRAYS), serving("numpy", EXACT)
+#: Backends of tensors on the CPU, without the interpreter and with it.
+torch_backend = serving("torch", [*SERVE_ARRAYS, "torch"])
+any_torch_backend = serving("torch", SERVE_TENSORS)
 
 
 @pytest.fixture
