@@ -71,7 +71,10 @@ def build(known: dict[str, Example], d: dict[str, Any]) -> Problem:
     arrays = {
         name: of_kind(rng, value, d["values"])
         for name, value in given.items()
-        if name in example.floats and name not in op.primitive.constants and value is not None
+        if isinstance(value, np.ndarray)
+        and value.dtype.kind == "f"
+        and name in op.declared
+        and name not in op.primitive.constants
     }
     constants = {
         name: value for name, value in given.items() if name not in arrays and not plain(value)
@@ -85,10 +88,12 @@ def build(known: dict[str, Example], d: dict[str, Any]) -> Problem:
         reference(**arrays)
     except REFUSALS:
         hypothesis.reject()
+    sizes = [value.size for value in given.values() if isinstance(value, np.ndarray)]
+    terms = 4 * max(example.terms, *sizes)
     bad: list[tuple[str, Any]] = []
     for name, value in constants.items():
         # Where an array is empty, no index may be read.
-        if isinstance(value, np.ndarray) and all(map(np.size, given.values())):
+        if isinstance(value, np.ndarray) and value.dtype.kind == "i" and all(sizes):
             for shift in (2**30, -(2**30)):
                 moved = value.copy()
                 moved.reshape(-1)[-1] += shift
@@ -100,12 +105,13 @@ def build(known: dict[str, Example], d: dict[str, Any]) -> Problem:
         options=options,
         # Differences of the reference check its gradient.
         oracle=reference,
-        # They step over kinks where vectors are zero or alike.
-        smooth=d["values"] not in ("zero", "whole"),
+        # They step over kinks where vectors are zero, or round to it.
+        smooth=d["values"] == "normal",
         natural=0.0 if example.exact else 1.0,
         exact=example.exact,
-        terms=4 * example.terms,
-        gradient_terms=16 * example.terms,
+        # All elements may meet in one sum.
+        terms=terms,
+        gradient_terms=4 * terms,
         differentiable=op.primitive.pullback is not None,
         bad=bad,
     )
