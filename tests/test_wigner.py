@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,6 @@ from fusedops.wigner import m_major_order, wigner_d, wigner_d_of
 from fusedops.wigner.op import edge_wigner
 from fusedops.wigner.plan import _Check, grouped_ends
 from fusedops.wigner.rows import function_rows
-from fuzz.wigner import harmonics
 from places import (
     EXACT,
     FILLING,
@@ -88,6 +88,27 @@ class Problem(NamedTuple):
     @property
     def edges(self):
         return fusedops.Edges(self.ends, self.nodes)
+
+
+def harmonics(v: np.ndarray, lmax: int) -> np.ndarray:
+    """Return real spherical harmonics (E, (lmax + 1)²) of unit vectors, with y as polar axis."""
+    x, y, z = v.T
+    azimuth, sine = np.arctan2(x, z), np.hypot(x, z)
+    P = {(0, 0): np.ones_like(y)}
+    for m in range(lmax + 1):
+        if m:
+            P[m, m] = (2 * m - 1) * sine * P[m - 1, m - 1]
+        for l in range(m + 1, lmax + 1):
+            before = P[l - 2, m] if l - 2 >= m else 0.0
+            P[l, m] = ((2 * l - 1) * y * P[l - 1, m] - (l + m - 1) * before) / (l - m)
+    columns = []
+    for l in range(lmax + 1):
+        for m in range(-l, l + 1):
+            a = abs(m)
+            norm = math.sqrt((2 * l + 1) * math.factorial(l - a) / math.factorial(l + a))
+            turn = np.sin(a * azimuth) if m < 0 else np.cos(a * azimuth)
+            columns.append(norm * P[l, a] * turn * (math.sqrt(2) if m else 1.0))
+    return np.stack(columns, 1)
 
 
 def orders(lmax):
