@@ -18,6 +18,7 @@ import gc
 import importlib.util
 import os
 import sys
+from types import FunctionType
 
 import pytest
 
@@ -53,7 +54,7 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 
 def short(value: object) -> str:
     """Return a few words for a value, the shape of an array."""
-    if isinstance(value, type):
+    if isinstance(value, (type, FunctionType)):
         return value.__name__
     if hasattr(value, "shape"):
         return "x".join(map(str, value.shape)) or "scalar"
