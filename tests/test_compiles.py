@@ -113,6 +113,14 @@ def compiling(capability, code, tmp_path):
 
 
 EMULATED = "from gpukern import precision\nprecision.of_float32 = lambda _: precision.EMULATED\n"
+# Products of any size are made of halves.
+HALVES = """
+from gpukern import products
+products._WORK = products._WORK_OF_ONE = 0
+products.LEAST = 1
+from gpukern.trimul import plan
+plan.FEW = 0
+"""
 SMALL = "conv", "density", "generated", "harmonics", "planarity", "scatter", "so2", "wigner"
 
 
@@ -122,10 +130,11 @@ SMALL = "conv", "density", "generated", "harmonics", "planarity", "scatter", "so
     [
         (SMALL, "float32", 90, ""),
         (SMALL, "float64", 80, ""),
-        (("trimul",), "float32", 90, EMULATED),
-        (("generated",), "float32", 80, EMULATED),
+        (("trimul", "so2"), "float32", 90, EMULATED + HALVES),
+        (("so2",), "float32", 100, EMULATED + HALVES),
+        (("trimul", "generated"), "float32", 80, EMULATED),
     ],
-    ids=["hopper", "float64 on ampere", "triangles", "emulated on ampere"],
+    ids=["hopper", "float64 on ampere", "halves", "halves on blackwell", "emulated on ampere"],
 )
 def test_kernels_compile(families, dtype, capability, before, tmp_path):
     code = f"FAMILIES, DTYPE = {families}, torch.{dtype}\n{before}{COMPILE}"

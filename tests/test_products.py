@@ -5,11 +5,18 @@ Kernels are interpreted, or run on a GPU with ``pytest -m gpu``.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+
+import fusedops
+from fusedops import samples
+from fusedops._catalogue import typical
+from fusedops.testing import CASES, check
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from gpukern import products  # noqa: E402
 from gpukern.precision import EMULATED, of_float32  # noqa: E402
 from gpukern.products import LEAST, multiply_halves, split  # noqa: E402
 
@@ -141,3 +148,80 @@ def test_parts_of_a_sum_are_a_batch(layout, kind, device):
     sums = torch.full((3, 40, 24), torch.nan, device=device)
     multiply_halves(left, right, sums)
     assert errors(sums.sum(0), a[0].T, b[0])[1] < 2e-7
+
+
+@pytest.fixture
+def everywhere(monkeypatch):
+    """Have products of all sizes be made of halves."""
+    from gpukern.so2 import triton as so2
+    from gpukern.trimul import forward, plan
+
+    for name in ("_WORK", "_WORK_OF_ONE", "LEAST"):
+        monkeypatch.setattr(products, name, 0)
+    for module in (so2, plan):
+        monkeypatch.setattr(module, "of_float32", lambda device: EMULATED)
+    monkeypatch.setattr(plan, "FEW", 0)
+    # Rows of more than 128 channels are normalized before.
+    monkeypatch.setattr(forward, "MANY", 0)
+
+
+# A gate of hidden channels, and more than 128 channels.
+MORE = "trimul hidden-incoming", "trimul wide"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        case
+        for case in typical(CASES).values()
+        if case.primitive.family in ("trimul", "so2") and "gate" not in case.primitive.name
+    ]
+    + [case for case in CASES if f"{case.primitive.family} {case.name}" in MORE],
+    ids=str,
+)
+def test_ops_agree_with_the_reference(case, everywhere):
+    """In the interpreter, whose small cases would multiply float32 itself."""
+    check(case, "torch", "triton", "float32", alone=False)
+
+
+def far(found, want):
+    """Return the largest error of tensors in norm."""
+    pairs = zip(found, want, strict=True)
+    return max(float((a.double() - b).norm() / b.norm()) for a, b in pairs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate", ["output", "hidden"])
+@pytest.mark.parametrize(("C", "H"), [(128, 128), (64, 128), (192, 192)])
+def test_a_large_triangle_has_the_digits_of_float32(C, H, gate):
+    rng = np.random.default_rng(C)
+    given = samples.pair(1, 264, C, H, rng, gate=gate, mask=True, biases=True)
+    given = {name: a for name, a in given.items() if a is not None}
+    found = {}
+    for dtype, backend in ((torch.float64, "torch"), (torch.float32, None)):
+        leaves = {k: torch.tensor(a, dtype=dtype, device="cuda") for k, a in given.items()}
+        wanted = [a.requires_grad_() for name, a in leaves.items() if name != "mask"]
+        op = fusedops.triangle_multiplicative_update
+        out = op(direction="incoming", gate=gate, backend=backend, **leaves)
+        dout = torch.linspace(0, 99, out.numel(), dtype=torch.float64, device="cuda").sin()
+        dout = dout.view(out.shape).to(dtype)
+        found[dtype] = [out, *torch.autograd.grad(out, wanted, dout)]
+    assert far(found[torch.float32], found[torch.float64]) < 2e-6
+
+
+@pytest.mark.gpu
+def test_a_large_convolution_has_the_digits_of_float32():
+    torch.manual_seed(5)
+    E, C, D, G = 20_000, 128, 128, 256
+    shapes = [(E, 9, C), (G + 3 * D, 3 * C), (4 * D, 2 * C), (2 * D, C), (G + 3 * D,), (E, 6 * C)]
+    names = "message", "weight_m0", "weight_m1", "weight_m2", "bias", "radial"
+    found = {}
+    numbers = [torch.randn(shape, dtype=torch.float64, device="cuda") for shape in shapes]
+    for dtype, backend in ((torch.float64, "torch"), (torch.float32, None)):
+        leaves = [a.to(torch.float32).to(dtype).requires_grad_() for a in numbers]
+        options = {"gate_channels": G, "backend": backend}
+        out = fusedops.so2_convolution(**dict(zip(names, leaves, strict=True)), **options)
+        douts = [part.detach().sign() for part in found.get(torch.float64, out)[:2]]
+        douts = [dout.to(dtype) for dout in douts]
+        found[dtype] = [*out, *torch.autograd.grad(out, leaves, douts)]
+    assert far(found[torch.float32], found[torch.float64]) < 2e-6
