@@ -54,11 +54,12 @@ def leaves_of(p: Problem) -> list[Any]:
 
 def function_of(p: Problem, backend: str | None = None, **options: Any) -> Callable[..., Any]:
     """Return the call as a function of the tensors that have a gradient."""
-    arguments = as_framework("torch", p)
+    # Torch compiles no look into the problem, whose properties are made under a lock.
+    arguments, op, names = as_framework("torch", p), p.op, p.leaves
 
     def function(*leaves: Any, **more: Any) -> Any:
-        given = {**arguments, **dict(zip(p.leaves, leaves, strict=True)), **options, **more}
-        return p.op(**given, backend=backend)
+        given = {**arguments, **dict(zip(names, leaves, strict=True)), **options, **more}
+        return op(**given, backend=backend)
 
     return function
 
