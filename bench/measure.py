@@ -39,6 +39,7 @@ from fusedops._frame import registry
 STEPS: dict[str, Callable[[str], Step]] = {
     "refinement": steps.refinement,
     "pair": steps.pair,
+    "pair_float32": steps.pair_float32,
     "jet": language.jet,
     "jet_block": language.jet_block,
     "serving": language.serving,

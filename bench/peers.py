@@ -19,7 +19,7 @@ import numpy as np
 import fusedops
 from bench.workloads import WORKLOADS, Problem
 from fusedops._catalogue import BOTH, FORWARD, Steps, by_autograd
-from fusedops._frame.check import is_tensor
+from fusedops._frame.check import dtype_name, is_tensor
 from fusedops.wigner import m_major_order
 
 #: The peer that the host's time with a call is compared to.
@@ -129,6 +129,14 @@ def _steps(function: Callable[..., Any], problem: Problem, cotangent: Any) -> St
         FORWARD: torch.no_grad()(forward),
         BOTH: by_autograd(function, leaves, cotangent),
     }
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    # After some recompilations torch would run the function uncompiled.
+    torch.compiler.reset()
+    return torch.compile(function, dynamic=False)
 
 
 def _groups(problem: Problem) -> list[tuple[Any, Any]]:
@@ -285,9 +293,7 @@ def shifted(problem: Problem, cotangent: Any) -> Steps:
         padded = torch.nn.functional.pad(x, (0, 0, width - 1, 0))
         return sum(kernels[..., w] * padded[:, w : w + tokens] for w in range(width))
 
-    # After some recompilations torch would run the function uncompiled.
-    torch.compiler.reset()
-    return _steps(torch.compile(convolve, dynamic=False), problem, cotangent)
+    return _steps(_compiled(convolve), problem, cotangent)
 
 
 @peer("torch eager", "dynamic_conv")
@@ -386,6 +392,13 @@ def jet_layer(problem: Problem, cotangent: Any) -> Steps:
 def unfolded_layer(problem: Problem, cotangent: Any) -> Steps:
     """Kernels that torch's layer stores, and the fallback of Jet-Nemotron in plain torch."""
     return _steps(_after_a_layer(problem, _activated(problem, _unfolded)), problem, cotangent)
+
+
+@peer("torch.compile", "dynamic_conv_generated", quick=False)
+def compiled_layer(problem: Problem, cotangent: Any) -> Steps:
+    """The same, compiled as one function."""
+    layer = _after_a_layer(problem, _activated(problem, _unfolded))
+    return _steps(_compiled(layer), problem, cotangent)
 
 
 @peer("Jet-Nemotron", "dynamic_conv_step", file=f"{JET}/dconv_step.py", devices=("cuda",))
@@ -612,6 +625,42 @@ def fairchem_matrices(problem: Problem, cotangent: Any) -> Steps:
         "compact_l2": given["packed"],
     }
     return _steps(lambda x: axis_angle_wigner_hybrid(x, lmax, **options)[0], problem, cotangent)
+
+
+def _orders_in_torch(problem: Problem) -> Callable[..., Any]:
+    import torch
+
+    lmax, C = problem.shape["lmax"], problem.shape["C"]
+
+    def convolved(message: Any, *rest: Any) -> Any:
+        *weights, radial = rest
+        degrees = [lmax + 1 - m for m in range(lmax + 1)]
+        parts = message.split([degrees[0], *(2 * n for n in degrees[1:])], 1)
+        functions = radial.split([n * C for n in degrees], 1)
+        results: list[Any] = []
+        for x, own, weight in zip(parts, functions, weights, strict=True):
+            # Rows of +m, then of -m.
+            x = x.reshape(len(x), -1, own.shape[1]) * own[:, None]
+            y = x @ weight.T
+            if results:
+                real, imaginary = y.chunk(2, -1)
+                y = torch.stack([real[:, 0] - imaginary[:, 1], real[:, 1] + imaginary[:, 0]], 1)
+            results.append(y.reshape(len(y), -1, problem.shape["D"]))
+        return torch.cat(results, 1)
+
+    return convolved
+
+
+@peer("torch eager", "so2_convolution")
+def orders(problem: Problem, cotangent: Any) -> Steps:
+    """A product for every order, and sums of its real and imaginary parts, as in fairchem."""
+    return _steps(_orders_in_torch(problem), problem, cotangent)
+
+
+@peer("torch.compile", "so2_convolution", quick=False)
+def compiled_orders(problem: Problem, cotangent: Any) -> Steps:
+    """The same, compiled."""
+    return _steps(_compiled(_orders_in_torch(problem)), problem, cotangent)
 
 
 @peer("fairchem", "so2_convolution", package="fairchem.core")
@@ -853,6 +902,14 @@ def _steps_with_products(update: Callable[..., Any], problem: Problem, cotangent
 def gated(problem: Problem, cotangent: Any) -> Steps:
     """The formula as folding models write it, with autocast or TF32 where they have it."""
     return _steps_with_products(_gated_in_torch(problem), problem, cotangent)
+
+
+@peer("torch.compile", "triangle_multiplicative_update", quick=False)
+def compiled_update(problem: Problem, cotangent: Any) -> Steps:
+    """The same, compiled, which takes too long for more problems than the ones in float32."""
+    if problem.arguments["precision"] or dtype_name(problem.arguments["x"].dtype) != "float32":
+        raise Unsuited
+    return _steps(_compiled(_gated_in_torch(problem)), problem, cotangent)
 
 
 DISCOVER = "discover/results/kernel-engineering/trimul.py"

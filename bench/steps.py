@@ -287,26 +287,33 @@ def refinement(device: str) -> Step:
     )
 
 
-def pair(device: str) -> Step:
+def pair(device: str, dtype: str | None = None) -> Step:
     """Boltz's block of a pair representation of 128 channels, and four, with all gradients."""
+    dtype = dtype or dtype_on(device)
+    pairs = partial(_pairs, dtype=dtype)
     sizes = (64, 128) if device == "cpu" else (128, 256, 384, 512, 768)
     return Step(
         "pair",
         fusedops.triangle_multiplicative_update,
         (
-            *(Case("block", partial(_pairs, N), quick=sizes[0] == N) for N in sizes),
-            Case("4 blocks", partial(_pairs, sizes[0], 4)),
+            *(Case("block", partial(pairs, N), quick=sizes[0] == N) for N in sizes),
+            Case("4 blocks", partial(pairs, sizes[0], 4)),
         ),
-        (Case("block", partial(_pairs, 20)),),
+        (Case("block", partial(pairs, 20)),),
         # Relative to the largest element of each gradient; in 16 bits every part rounds z.
-        1e-5 if device == "cpu" else 0.06,
+        1e-5 if dtype == "float32" else 0.06,
         lambda problem: _pair_by(_formulas(), problem, "cpu", "float64").steps()[BOTH](),
         _pair_by_modules,
         device,
-        dtype_on(device),
+        dtype,
         needs=("torch",),
         hows=(TORCH,),
     )
+
+
+def pair_float32(device: str) -> Step:
+    """The same in float32, as Boltz-1 computes it."""
+    return replace(pair(device, "float32"), name="pair_float32")
 
 
 def _of_file(name: str) -> Crystal:
@@ -568,11 +575,14 @@ class Pairs:
         Zero for pairs with padding.
     blocks : list of dict
         For each part of each block, by Boltz's name, its parameters.
+    dtype : str
+        The dtype in which peers compute.
     """
 
     z: Any
     mask: Any
     blocks: list[dict[str, dict[str, Any]]]
+    dtype: str = "float32"
 
     @property
     def shape(self) -> dict[str, int]:
@@ -593,7 +603,7 @@ class Pairs:
             }
             for block in self.blocks
         ]
-        return Pairs(cast(self.z), cast(self.mask), blocks)
+        return Pairs(cast(self.z), cast(self.mask), blocks, dtype)
 
     def chain(self, blocks: list[dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]]) -> Chain:
         """Return the step of blocks: functions of z by name, each with its parameters.
@@ -634,6 +644,9 @@ def _in_turn(block: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]) -> Ca
     return run
 
 
+#: The steps of a block, which have the same peers.
+PAIR = "pair", "pair_float32"
+
 #: The names of a block's parts, by Boltz's names.
 PARTS = {
     "tri_mul_out": "outgoing update",
@@ -644,7 +657,7 @@ PARTS = {
 }
 
 
-def _pairs(N: int, count: int = 1) -> Pairs:
+def _pairs(N: int, count: int = 1, dtype: str = "float32") -> Pairs:
     import torch
 
     from fusedops.nn import PairBlock
@@ -666,7 +679,7 @@ def _pairs(N: int, count: int = 1) -> Pairs:
             block[part][name] = around + scale * normal(*shape)
         blocks.append(block)
     present = (torch.arange(N) < N - N // 10).double()
-    return Pairs(normal(1, N, N, 128), (present[:, None] * present)[None], blocks)
+    return Pairs(normal(1, N, N, 128), (present[:, None] * present)[None], blocks, dtype)
 
 
 def installed(package: str) -> bool:
@@ -771,18 +784,18 @@ def _of_z(formula: Callable[..., Any], p: dict[str, Any], mask: Any) -> Callable
     return lambda z: z + formula(p, z, mask)
 
 
-@peer("torch eager", "pair")
+@peer("torch eager", *PAIR)
 def pair_in_torch(problem: Pairs, device: str) -> Steps:
     """Boltz's formulas, as it runs them without kernels."""
-    return _pair_by(_formulas(), problem, device, dtype_on(device)).steps()
+    return _pair_by(_formulas(), problem, device, problem.dtype).steps()
 
 
-@peer("torch.compile", "pair", quick=False)
+@peer("torch.compile", *PAIR, quick=False)
 def pair_compiled(problem: Pairs, device: str) -> Steps:
     """The same formulas, compiled as one function."""
     import torch
 
-    given = problem.to(device, dtype_on(device))
+    given = problem.to(device, problem.dtype)
     blocks = _by_formulas(_formulas(), given)
     every = {str(k): part for k, part in enumerate(x for block in blocks for x in block.values())}
     parameters = tuple(x for _, own in every.values() for x in own)
@@ -793,7 +806,7 @@ def pair_compiled(problem: Pairs, device: str) -> Steps:
     return {what: steps[what] for what in (FORWARD, BOTH)}
 
 
-@peer("cuEquivariance", "pair", package="cuequivariance_torch", devices=("cuda",), quick=False)
+@peer("cuEquivariance", *PAIR, package="cuequivariance_torch", devices=("cuda",), quick=False)
 def pair_by_cuequivariance(problem: Pairs, device: str) -> Steps:
     """Its triangle update and attention, as Boltz calls them, and Boltz's transition."""
     from cuequivariance_torch import triangle_attention, triangle_multiplicative_update
@@ -822,4 +835,4 @@ def pair_by_cuequivariance(problem: Pairs, device: str) -> Steps:
         "tri_att_start": partial(attention, True),
         "tri_att_end": partial(attention, False),
     }
-    return _pair_by(formulas, problem, device, dtype_on(device)).steps()
+    return _pair_by(formulas, problem, device, problem.dtype).steps()

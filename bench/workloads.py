@@ -682,8 +682,9 @@ def _conv_workloads() -> Iterator[Workload]:
         layer = Workload(fused, "Jet-Nemotron", make, T, "tokens", 64, device)
         # Gradients sum over the weight's rows, or over tokens.
         layer = replace(layer, terms=(1000, 40_000), quick=(B, T, D) != (1, 64, 64) and B == 1)
-        dtype = "float32" if device == "cpu" else "bfloat16"
-        yield replace(layer, dtype=dtype)
+        yield layer
+        if device == "cuda":
+            yield replace(layer, dtype="bfloat16")
     make = partial(_step, channels=3072, width=4)
     op, name = fusedops.dynamic_conv_step, "Jet-Nemotron, a step"
     step = Workload(op, name, make, 64, "sequences", 64, "cpu", quick=True)
@@ -813,6 +814,7 @@ def _trimul_workloads() -> Iterator[Workload]:
         ("OpenFold", 128, autocast, True),
         ("OpenFold, templates", 64, autocast, True),
         ("Protenix-v2", 256, autocast, False),
+        ("Protenix-v2, float32", 256, (None, None), False),
         ("OpenFold 3", 128, tf32, False),
         ("OpenFold 3, templates", 64, tf32, False),
     ):

@@ -579,13 +579,16 @@ def test_the_picture_of_peers_shows_a_small_and_a_large_size():
 
 @needs_torch
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_peers_compute_the_same(device):
-    """Peers that need no other package are run on the CPU, even the ones for GPUs."""
+def test_peers_compute_the_same(monkeypatch, device):
+    """Peers that need no other package are run on the CPU, even the ones for GPUs, uncompiled."""
+    import torch
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     seen = set()
     for workload in SMALL:
         for peer in PEERS:
             suits = workload.op.__name__ in peer.ops and device in peer.devices
-            if not suits or peer.package or peer.file or not peer.computes or not peer.quick:
+            if not suits or peer.package or peer.file or not peer.computes:
                 continue
             small = replace(workload, size=min(workload.small, 40), device="cpu")
             try:
@@ -598,7 +601,7 @@ def test_peers_compute_the_same(device):
             assert found["value"] < factor * 1e-5, (peer.name, workload.name)
             gradient = 0 if peer.dense else found.get("gradient", 0)
             assert gradient < factor * 1e-4, (peer.name, workload.name)
-    assert len(seen) == 12
+    assert len(seen) == 17
 
 
 CONV = """
@@ -752,7 +755,7 @@ def on_a_gpu(monkeypatch):
 @needs_torch
 @pytest.mark.usefixtures("quick_bench", "tiny_steps")
 @pytest.mark.parametrize(
-    "module", ["planarity", "conv", "wigner", "scatter", "density", "trimul", "refinement"]
+    "module", ["planarity", "conv", "wigner", "so2", "scatter", "density", "trimul", "refinement"]
 )
 def test_the_path_of_a_gpu(monkeypatch, on_a_gpu, module):
     dtypes = ("float32", "float16", "bfloat16")
@@ -832,7 +835,9 @@ def test_the_pages_have_the_tables_of_the_files():
     modules = {*tables.MODULES.values(), "peers"}
     others = {("ranks", "h200x2"), ("commands", "commands")}
     assert modules >= measure.STEPS.keys()
-    assert places == {(m, d) for m in modules for d in ("cpu", "h200")} | others
+    # On the CPU a pair block has float32 anyway.
+    both = {(m, d) for m in modules for d in ("cpu", "h200")} - {("pair_float32", "cpu")}
+    assert places == both | others
     parts = {match[1:3] for match in tables.PART.findall(readme)}
     assert parts == {("largest", "cpu"), ("largest", "h200")}
     for page in (text, readme):
@@ -1083,10 +1088,11 @@ def test_the_pair_step_of_cuequivariance(monkeypatch):
     package.triangle_multiplicative_update = triangle_multiplicative_update
     package.triangle_attention = triangle_attention
     monkeypatch.setitem(sys.modules, "cuequivariance_torch", package)
-    step = steps.pair("cpu")
-    problem = steps._pairs(10)
-    found = errors_of_step(steps.pair_by_cuequivariance(problem, "cpu"), step.reference(problem))
-    assert max(found.values()) < step.tolerance
+    for step in (steps.pair("cuda"), steps.pair_float32("cuda")):
+        problem = steps._pairs(10, dtype=step.dtype)
+        truth = step.reference(problem)
+        found = errors_of_step(steps.pair_by_cuequivariance(problem, "cpu"), truth)
+        assert max(found.values()) < step.tolerance
 
 
 @needs_torch
