@@ -617,7 +617,7 @@ class SO2Convolution(torch.nn.Module):
         Without `internal_weights`, the sizes of the network's input and hidden layers.
     extra_m0_output_channels : int, optional
         G, the number of gates, which are returned beside the result.
-    precision : {None, "ieee", "tf32", "bf16"}
+    precision : {None, "float32", "ieee", "tf32", "bf16"}
         See `fusedops.so2_convolution`.
     backend : str, optional
         The backend that must serve every call.
@@ -928,7 +928,7 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
         D, the channels of the update; C by default.
     eps : float
         ε of both LayerNorms.
-    precision : {None, "ieee", "tf32", "bf16", "fp16"}
+    precision : {None, "float32", "ieee", "tf32", "bf16", "fp16"}
         The lowest precision to which a product may round its factors; None means that of x, and
         under autocast of a float32 x that of autocast.
     max_memory : int, optional

@@ -639,7 +639,7 @@ def register(*, turbo: bool | None = None, precision: str | None = None) -> None
         Whether to serve ``umas_fast_gpu`` beside ``general`` and ``umas_fast_pytorch``, for any
         lmax and mmax, and without a GPU too. By default only where torch has no GPU: on one, for
         lmax = mmax = 2, fairchem has kernels for that mode.
-    precision : {None, "ieee", "tf32", "bf16"}
+    precision : {None, "float32", "ieee", "tf32", "bf16"}
         Of the products in SO(2) convolutions of models that are prepared for inference; see
         `fusedops.so2_convolution`.
 

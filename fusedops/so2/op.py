@@ -350,7 +350,7 @@ def so2_convolution(
         The lowest precision to which a product of float32 on a GPU may round its factors, in the
         backward too; sums are float32. None means "float32", or "tf32" where torch's switch allows
         it. "float32" has the digits and the range of float32: large products are sums of products
-        of their factors' halves in float16, see :doc:`backends`. "ieee" multiplies in float32
+        of their factors' halves in float16, see :doc:`/backends`. "ieee" multiplies in float32
         itself, by cuBLAS. The CPU computes as "ieee" in any case. TF32 keeps 10 bits of a factor's
         fraction, bfloat16 7.
 

@@ -467,10 +467,10 @@ def triangle_multiplicative_update(
     precision : {None, "float32", "ieee", "tf32", "bf16", "fp16"}
         The lowest precision to which a product may round its factors; sums are float32 or better.
         None means "float32" for float32, "ieee" for float64, and the precision of x for 16 bits;
-        float64 allows no other than "ieee". "float32" keeps the digits and the range of float32,
-        on GPUs of data centers by emulated products on tensor cores, each the sum of six products
-        of bfloat16; "ieee" multiplies float32 itself. The CPU computes as with "ieee", but for
-        "bf16" of arrays that are all bfloat16.
+        float64 allows no other than "ieee". "float32" has the digits and the range of float32: on
+        GPUs of data centers products are sums of products of their factors' halves in float16, or
+        of parts in bfloat16, see :doc:`/backends`. "ieee" multiplies in float32 itself. The CPU
+        computes as with "ieee", but for "bf16" of arrays that are all bfloat16.
     gate : {"output", "hidden"}
         The factor of the last gate: the output, as in AlphaFold, OpenFold, Boltz and
         cuEquivariance; or the normalized o, as in the gpu-mode TriMul problem.
