@@ -7,7 +7,8 @@ cotangents of its outputs, as NumPy arrays. Access to the frame's internals is a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,30 @@ def agree(p: Problem, backend: str | None, got: Any, want: Any) -> None:
 def all_agree(p: Problem, backend: str | None, got: Any, want: Any) -> None:
     for one, other in zip(got, want, strict=True):
         agree(p, backend, one, other)
+
+
+def compare(
+    op: Any,
+    oracle: Callable[..., Any],
+    sizes: Sequence[tuple[int, ...]] = (),
+    **choices: Sequence[Any],
+) -> None:
+    """Compare the reference with a plain formula, which gets those arguments that are not None.
+
+    The calls are an op's examples, of more sizes if given, with and without each optional array,
+    and with each choice of other arguments.
+    """
+    for example in (*EXAMPLES, *UNPACKED):
+        if example.op is not op:
+            continue
+        for size in (example.tiny, example.small, example.medium, *sizes):
+            p = example.of(size)
+            every = choices | {name: (p.arguments[name], None) for name in example.optional}
+            for some in itertools.product(*every.values()):
+                q = p.but(**dict(zip(every, some, strict=True)))
+                want = oracle(**{n: value for n, value in q.arguments.items() if value is not None})
+                for got, other in zip(evaluate(("numpy", "numpy"), q), tuple_of(want), strict=True):
+                    close(q, got, other)
 
 
 # Access to the frame's internals.

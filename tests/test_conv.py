@@ -28,6 +28,13 @@ if HAS_TORCH:
 pytestmark = interpreted
 
 
+def spans_of(x, cu_seqlens):
+    """Return the row and the tokens of every sequence."""
+    if cu_seqlens is None:
+        return [(b, slice(0, x.shape[1])) for b in range(len(x))]
+    return [(0, slice(*edges)) for edges in itertools.pairwise(cu_seqlens.tolist())]
+
+
 class Problem(NamedTuple):
     """The arguments of a convolution, and the cotangents of its outputs."""
 
@@ -47,10 +54,7 @@ class Problem(NamedTuple):
 
     @property
     def spans(self):
-        """Return the row and the tokens of every sequence."""
-        if self.cu_seqlens is None:
-            return [(b, slice(0, self.x.shape[1])) for b in range(len(self.x))]
-        return [(0, slice(*edges)) for edges in itertools.pairwise(self.cu_seqlens.tolist())]
+        return spans_of(self.x, self.cu_seqlens)
 
 
 #: The op and its leaves.
@@ -154,6 +158,36 @@ def close(got, want):
 
 def agree(place, got, want):
     (same if place[1] in EXACT else close)(got, want)
+
+
+def convolution(
+    x,
+    kernels,
+    *,
+    initial_state=None,
+    bias=0.0,
+    residual=0.0,
+    cu_seqlens=None,
+    activation=None,
+    output_final_state=False,
+):
+    """Return the convolution, one token after the other, and the last W inputs."""
+    W, h, finals = kernels.shape[-1], np.empty(x.shape), []
+    for s, (b, tokens) in enumerate(spans_of(x, getattr(cu_seqlens, "cu_seqlens", cu_seqlens))):
+        past = np.zeros((W, x.shape[2])) if initial_state is None else initial_state[s].T
+        inputs = np.concatenate([past, x[b, tokens]])
+        for t in range(tokens.start, tokens.stop):
+            read = inputs[t - tokens.start + 1 :][:W].T
+            h[b, t] = ((kernels if kernels.ndim == 2 else kernels[b, t]) * read).sum(-1)
+        finals.append(inputs[-W:].T)
+    h += bias
+    out = residual + (h if activation is None else h / (1 + np.exp(-h)))
+    return (out, np.stack(finals)) if output_final_state else out
+
+
+def test_the_formula():
+    choices = {"activation": (None, "silu"), "output_final_state": (False, True)}
+    contract.compare(fusedops.dynamic_conv, convolution, **choices)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
