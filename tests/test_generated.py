@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import fusedops
+from contract import compare
 from cpukern.generated import blocks as on_cpu
 from fusedops.testing import error
 from places import HAS_TORCH, available, interpreted, needs_torch, needs_triton
@@ -49,6 +50,17 @@ def run(place, arrays, cu_seqlens=None, **options):
     cotangents = [out.detach().cos() for out in outs]
     found = [*outs, *torch.autograd.grad(outs, list(leaves.values()), cotangents)]
     return [each.detach().numpy() for each in found]
+
+
+def with_stored_kernels(x, hidden, weight, bias=0.0, conv_bias=None, **options):
+    """Return the convolution with kernels that are stored, of which test_conv.py has a formula."""
+    kernels = (np.einsum("bth,rh->btr", hidden, weight) + bias).reshape(*x.shape, -1)
+    return fusedops.dynamic_conv(x, kernels, bias=conv_bias, **options, backend="numpy")
+
+
+def test_the_formula():
+    choices = {"activation": (None, "silu"), "output_final_state": (False, True)}
+    compare(fusedops.dynamic_conv_generated, with_stored_kernels, **choices)
 
 
 @pytest.mark.parametrize("cu_seqlens", [None, PACKED], ids=["dense", "packed"])
