@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import fusedops
+from contract import compare
 from cpukern.so2 import convolution as on_cpu
 from fusedops._frame.kinds import forget_plans
 from fusedops.samples import convolved
@@ -44,6 +45,47 @@ def turned(rows, lmax, mmax, angle):
         found[:, at : at + both.shape[1]] = both
         at += both.shape[1]
     return found
+
+
+def convolution(message, *, bias=0.0, radial=None, gate_channels=0, **weights):
+    """Return the product of every order m, of complex numbers (E, lmax + 1 - m, C)."""
+    E, _, C = message.shape
+    degrees = weights["weight_m0"].shape[1] // C
+    found, row, function = [], 0, 0
+    for m, weight in enumerate(weights.values()):
+        n = degrees - m
+        x = message[:, row : row + n].astype(complex)
+        if m:
+            x += 1j * message[:, row + n : row + 2 * n]
+            real, imaginary = np.split(weight, 2)
+            weight = real + 1j * imaginary
+        if radial is not None:
+            x = x * radial[:, function * C : (function + n) * C].reshape(E, n, C)
+        y = np.einsum("ei,oi->eo", x.reshape(E, -1), weight)
+        if not m:
+            gates, y = np.split(y.real + bias, [gate_channels], axis=1)
+        y = y.reshape(E, n, -1)
+        found += [y.real, y.imag] if m else [y]
+        row, function = row + (2 * n if m else n), function + n
+    out = np.concatenate(found, axis=1)
+    return (out, gates) if gate_channels else out
+
+
+def gated(gates, x, mmax, layout):
+    """Return features times σ of the gates of their degrees, and of themselves at degree 0."""
+    C = x.shape[2]
+    lmax = gates.shape[1] // C
+    degrees = [(l, m) for l in range(lmax + 1) for m in range(-l, l + 1) if abs(m) <= mmax]
+    if layout == "m":
+        degrees.sort(key=lambda row: (abs(row[1]), row[1] < 0, row[0]))
+    h = [gates[:, (l - 1) * C : l * C] if l else x[:, 0] for l, _ in degrees]
+    return x / (1 + np.exp(-np.stack(h, axis=1)))
+
+
+def test_the_formula():
+    sizes = [(5, lmax, mmax, 3, 4) for lmax, mmax in ((0, 0), (3, 0), (3, 3), (4, 2))]
+    compare(fusedops.so2_convolution, convolution, sizes)
+    compare(fusedops.gate_activation, gated, [size[:4] for size in sizes])
 
 
 @pytest.mark.parametrize(("lmax", "mmax"), [(1, 1), (3, 1)])
