@@ -12,7 +12,7 @@ import pytest
 
 import fusedops
 import guarded
-from contract import same, tensor
+from contract import compare, same, tensor
 from fusedops._frame import registry
 from fusedops._frame.arrays import wide
 from fusedops.harmonics.op import matrices as matrices_primitive
@@ -21,7 +21,7 @@ from fusedops.testing import CASES, TOLERANCE, error
 from fusedops.wigner import m_major_order, wigner_d, wigner_d_of
 from fusedops.wigner.op import edge_wigner
 from fusedops.wigner.plan import _Check, grouped_ends
-from fusedops.wigner.rows import function_rows
+from fusedops.wigner.rows import degree_of, function_rows
 from places import (
     EXACT,
     FILLING,
@@ -155,7 +155,7 @@ def problem(
     return Problem(op, tuple(arrays), ends, nodes, lmax, mmax, packed, cotangent)
 
 
-#: The reference; tests/fuzz compares it with an oracle.
+#: The reference.
 FORMULA = "numpy", "numpy"
 
 
@@ -185,6 +185,60 @@ def test_orders_are_sorted_by_order_then_sign_then_degree(lmax):
         assert order.dtype == np.int64
         same(order, by_order[abs(m)[by_order] <= mmax])
     same(m_major_order(lmax), m_major_order(np.int32(lmax), np.int64(lmax)))
+
+
+def m_major(matrices, mmax):
+    """Return dense matrices with nothing outside of their blocks, and the rows of messages."""
+    lmax = degree_of(matrices)
+    l, m = orders(lmax)
+    order = np.lexsort((l, m < 0, abs(m)))
+    dense = unpack(matrices if matrices.ndim == 2 else pack(matrices), lmax)
+    return dense, order[abs(m)[order] <= mmax]
+
+
+def ends_of(edges):
+    return np.stack([edges.source, edges.target]) if isinstance(edges, fusedops.Edges) else edges
+
+
+def function_of_rows(lmax, mmax):
+    """Return each message row's function: one for l and |m|, in the order of their first rows."""
+    l, m = orders(lmax)[:, m_major_order(lmax, mmax)]
+    kinds = list(zip(l, abs(m), strict=True))
+    functions = list(dict.fromkeys(kinds))
+    return [functions.index(kind) for kind in kinds]
+
+
+def forth(x, edge_index, wigner, mmax, radial=None):
+    W, order = m_major(wigner, mmax)
+    ends = [np.einsum("erj,ejc->erc", W[:, order], x[end]) for end in ends_of(edge_index)]
+    out = np.concatenate(ends, axis=2)
+    if radial is None:
+        return out
+    own = function_of_rows(degree_of(wigner), mmax)
+    return out * radial.reshape(len(out), max(own) + 1, -1)[:, own]
+
+
+def back(message, wigner_inv, mmax, edge_index=None, num_nodes=None, transpose=False):
+    V, order = m_major(wigner_inv, mmax)
+    V = V.swapaxes(1, 2) if transpose else V
+    rotated = np.einsum("ejr,erc->ejc", V[:, :, order], message)
+    if edge_index is None:
+        return rotated
+    out = np.zeros((num_nodes or edge_index.num_nodes, *rotated.shape[1:]))
+    np.add.at(out, ends_of(edge_index)[1], rotated)
+    return out
+
+
+def degree(x, radial, edge_index, wigner_inv, rescale_factor):
+    return x + back(radial, wigner_inv, 0, edge_index) / rescale_factor
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_formula(op):
+    oracle = {"forth": forth, "degree": degree}.get(op, back)
+    compare(OPS[op], oracle)
+    p = problem(op, 4, 2)
+    close(solve(FORMULA, p)[0], oracle(**p.named, **p.options))
 
 
 @pytest.mark.interpreted_slow(degrees=((1, 0),))
@@ -289,12 +343,7 @@ def test_radial_functions_multiply_the_rows_of_their_degree_and_order(quick, deg
     message = solve(quick, p)[0]
     size = len(message), function_rows(*degrees), message.shape[2]
     radial = np.random.default_rng(2).normal(size=size)
-    order = m_major_order(*degrees)
-    degree = np.sqrt(order).astype(int)
-    kinds = list(zip(degree, abs(order - degree * degree - degree), strict=True))
-    # Functions come in the order in which m-major rows first have their degree and |m|.
-    functions = list(dict.fromkeys(kinds))
-    want = message * radial[:, [functions.index(kind) for kind in kinds]]
+    want = message * radial[:, function_of_rows(*degrees)]
     arrays = (*p.arrays, radial.reshape(len(radial), -1))
     x, wigner, f = map(tensor, arrays) if quick[0] == "torch" else arrays
     found = OPS["forth"](x, wigner=wigner, radial=f, **p.options, backend=quick[1])
