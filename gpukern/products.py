@@ -356,19 +356,8 @@ def multiply_halves(
     kept = a is not None and b is not None
     aligned = in_vectors(*((a, b, out) if kept else (out,)))
     BM, BN, BK, warps, stages = _TILE
-    numbers = (
-        M,
-        N,
-        K,
-        left.terms,
-        left.first,
-        left.low,
-        right.first,
-        right.low,
-        *left.steps,
-        *right.steps,
-        *out.stride(),
-    )
+    numbers = M, N, K, left.terms, left.first, left.low, right.first, right.low
+    numbers += *left.steps, *right.steps, *out.stride()
     numbers += *left.scales.stride(), *right.scales.stride()
     units = (unit_of(a), unit_of(b)) if kept else (None, None)
     steps = None if out.is_cuda else -(-K // BK)

@@ -12,6 +12,7 @@ from gpukern.products import split
 from gpukern.trimul import kernels
 from gpukern.trimul.plan import (
     ALL,
+    CHANNELS,
     MANY,
     Update,
     ceil,
@@ -22,9 +23,6 @@ from gpukern.trimul.plan import (
     strides_of,
 )
 from gpukern.trimul.products import multiply
-
-# Channels that a program normalizes at once.
-_CHANNELS = 128
 
 
 class Tile(NamedTuple):
@@ -160,7 +158,7 @@ def project(
         programs = processors(x.device)
         launch(hopper.project, programs, tensors, numbers, constants, warps=way.warps)
         return
-    ready, kept = many and C > _CHANNELS, None
+    ready, kept = many and C > CHANNELS, None
     if ready:
         kept = normalized(update, x)
     BM, BH, BG, chunk, warps, stages = _tile(update, ready, logging)
@@ -233,7 +231,7 @@ def normalized(update: Update, x: Any) -> Any:
     """Return rows of the normalized x, with a column of ones."""
     B, L, N, C = x.shape
     kept = update.kept(B, L)
-    chunk = min(_CHANNELS if update.fast else 64, power(C, 16))
+    chunk = min(CHANNELS if update.fast else 64, power(C, 16))
     types, w = update.types, update.weights
     constants = update.eps, C, update.width, 16, chunk, types.float, types.exact, *update.place
     tensors = x, w.norm_in_weight, w.norm_in_bias, kept

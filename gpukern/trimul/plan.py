@@ -40,6 +40,8 @@ FEW = 1 << 14
 # Bytes of shared memory that large tiles take. H100 and B200 have 227 KiB, A100 has 163, and other
 # GPUs have 99.
 _SHARED = 200 << 10
+# The most channels that a projection normalizes itself.
+CHANNELS = 128
 # The fewest groups of eight lines that are worth a part of an update.
 _LINES = 8
 
@@ -203,8 +205,10 @@ class Update:
         # In float16 o is a mean over edges, since a sum may overflow.
         self.shift = -round(math.log2(max(self.N, 1))) if self.dtype == torch.float16 else 0
         self.few = self.B * self.L * self.N <= FEW and self.dtype != torch.float64
-        # Whether products of float32 are made of halves.
-        self.halved = self.emulated and not self.few and has_room(x.device)
+        # Whether products of float32 are made of halves. More channels are normalized ahead, and
+        # with a limit there is no memory for rows and their halves.
+        fits = not self.limit or self.C <= CHANNELS
+        self.halved = self.emulated and not self.few and has_room(x.device) and fits
         self.halved_sides = self.halved and repay(x.device, self.H, *[self.N] * 3, ready=True)
         # Whether our own kernel makes the products.
         self.ours = self.few or self.dtype == torch.float32

@@ -56,7 +56,9 @@ def products(
         else:
             torch.baddbmm(out, a.float(), b.float(), beta=float(add), alpha=scale, out=out)
         return
-    if update.halved and repay(a.device, *a.shape[:2], b.shape[2], a.shape[2]):
+    sizes = *a.shape[:2], b.shape[2], a.shape[2]
+    # Halves take as much memory as the matrices.
+    if update.halved and not update.limit and repay(a.device, *sizes):
         multiply_halves(split(a, 2), split(b, 1), out, factor=scale, add=add)
         return
     size, terms, warps, stages = _tile(update)
