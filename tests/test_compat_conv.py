@@ -56,8 +56,9 @@ def test_causal_conv1d_fn(layout, width):
 @pytest.mark.parametrize(
     ("x_dtype", "autocast"),
     [
-        *((torch.float32, False), (torch.bfloat16, False), (torch.float16, False)),
-        *((torch.float32, True), (torch.bfloat16, True)),
+        (dtype, autocast)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for autocast in (False, True)
     ],
 )
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])

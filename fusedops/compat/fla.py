@@ -238,7 +238,9 @@ def _update(
         activation=activation,
     )
     # By the copy autograd knows that gradients of the new values end here.
-    cache.copy_(torch.cat([before[..., 1:], tokens[..., None]], -1).detach())
+    shifted = torch.empty_like(before)
+    shifted[..., :-1], shifted[..., -1] = before[..., 1:].detach(), tokens.detach()
+    cache.copy_(shifted)
     return y[:, 0]
 
 
