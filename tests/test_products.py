@@ -5,6 +5,8 @@ Kernels are interpreted, or run on a GPU with ``pytest -m gpu``.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -14,11 +16,13 @@ from fusedops._catalogue import typical
 from fusedops.testing import CASES, check
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 
 from gpukern import products  # noqa: E402
 from gpukern.precision import EMULATED, of_float32  # noqa: E402
 from gpukern.products import LEAST, multiply_halves, split  # noqa: E402
+from gpukern.trimul.plan import Types  # noqa: E402
+from gpukern.trimul.products import products as multiply_emulated  # noqa: E402
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -148,6 +152,26 @@ def test_parts_of_a_sum_are_a_batch(layout, kind, device):
     sums = torch.full((3, 40, 24), torch.nan, device=device)
     multiply_halves(left, right, sums)
     assert errors(sums.sum(0), a[0].T, b[0])[1] < 2e-7
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("K", [1, 128, 4096])
+@pytest.mark.parametrize(
+    ("kind", "scale"), [("normal", 1), ("positive", 1), ("of 12 decades", 1), ("normal", 1e-18)]
+)
+def test_six_products_of_bfloat16_have_the_digits_of_float32(kind, scale, K):
+    """As in small updates; the bound is of float32's own roundings, and the tensor cores' sums."""
+    if of_float32(torch.device("cuda", 0)) != EMULATED:
+        pytest.skip("this GPU multiplies float32 itself")
+    torch.manual_seed(K)
+    a, b = (FACTORS[kind](2, *shape, device="cuda") * scale for shape in ((72, K), (K, 136)))
+    a[:, 3] = 0
+    found = a.new_full((2, 72, 136), torch.nan)
+    update = SimpleNamespace(dtype=torch.float32, precision=EMULATED, ours=True, halved=False)
+    update.types = Types(tl.float32, tl.float32, EMULATED, True)
+    multiply_emulated(update, a, b, found)
+    want, most = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+    assert ((found.double() - want).abs() <= most * (4 + K / 256) * 2**-24 + 2**-126).all()
 
 
 @pytest.fixture
