@@ -108,6 +108,7 @@ def build(known: dict[str, Example], d: dict[str, Any]) -> Problem:
         # They step over kinks where vectors are zero, or round to it.
         smooth=d["values"] == "normal",
         natural=0.0 if example.exact else 1.0,
+        summed=True,
         exact=example.exact,
         # All elements may meet in one sum.
         terms=terms,

@@ -43,9 +43,15 @@ class Truth:
         self.cotangents = [rng.integers(-8, 9, np.shape(v)) / 8 for v in described]
         self.described = described
 
-    def _run(self, arrays: dict[str, np.ndarray], *, gradient: bool) -> list[Any]:
-        """Return outputs, or gradients, of the reference, as lists."""
+    def _run(
+        self, arrays: dict[str, np.ndarray], *, gradient: bool, absolute: bool = False
+    ) -> list[Any]:
+        """Return outputs, or gradients, of the reference, as lists; or those of magnitudes."""
         p = self.problem
+        cotangents = self.cotangents if gradient else []
+        if absolute:
+            arrays = {name: np.abs(array) for name, array in arrays.items()}
+            cotangents = [np.abs(c) for c in cotangents]
         if not self.deferred:
             given = {name: array.copy() for name, array in arrays.items()}
             if not gradient:
@@ -54,7 +60,7 @@ class Truth:
             _, pullback = p.op.vjp(
                 **given, **p.constants, **p.options, wrt=list(arrays), backend="numpy"
             )
-            return list(pullback(*self.cotangents))
+            return list(pullback(*cotangents))
         torch = sys.modules["torch"]
         given = {
             name: torch.tensor(array, device=self.device, requires_grad=gradient)
@@ -64,7 +70,7 @@ class Truth:
         outputs = _several(p.op(**given, **constants, **p.options, backend="torch"))
         if not gradient:
             return [*outputs, *(given[name] for name in p.mutated)]
-        cotangents = [torch.tensor(c, device=self.device) for c in self.cotangents]
+        cotangents = [torch.tensor(c, device=self.device) for c in cotangents]
         return list(
             torch.autograd.grad(outputs, list(given.values()), cotangents, materialize_grads=True)
         )
@@ -97,8 +103,20 @@ class Truth:
     def bounds(self) -> tuple[list[Any], list[Any]]:
         """The sizes that errors of outputs and of gradients are relative to."""
         p = self.problem
-        gradients = self.gradients if p.differentiable else []
-        return tuple([p.natural + _largest(a) for a in some] for some in (self.outputs, gradients))
+        found = [self.outputs, self.gradients if p.differentiable else []]
+        sizes = [[p.natural + _largest(a) for a in some] for some in found]
+        if not p.summed:
+            return tuple(sizes)
+        # Sums may cancel, but sums of magnitudes don't.
+        with np.errstate(all="ignore"):
+            most = [
+                self._run(self.rounded, gradient=gradient, absolute=True) if some else []
+                for gradient, some in zip((False, True), found, strict=True)
+            ]
+        return tuple(
+            [size + _largest(a) for size, a in zip(own, some, strict=True)]
+            for own, some in zip(sizes, most, strict=True)
+        )
 
 
 def _several(outputs: Any) -> list[Any]:
@@ -544,10 +562,11 @@ class Trial:
         names = [*p.arrays, *(f"cotangent {at}" for at in range(len(truth.cotangents)))]
         tolerance = 64 * p.tolerance(self.narrowest, True) * truth.condition**3
         sizes = [_largest(want) for want in wanted]
+        # Where a sum cancels to nothing, roundings of the others remain.
+        others = max(1e-3 * tolerance, 4 * float(np.finfo(self.narrowest).eps)) * sum(sizes)
         for name, value, want, size in zip(names, found, wanted, sizes, strict=True):
             dtype = str(value.dtype).removeprefix("torch.")
-            # Where a sum cancels to nothing, roundings of the others remain.
-            allowed = tolerance * (size + 1e-3 * sum(sizes))
+            allowed = tolerance * size + others
             want = want if place.deferred else want.detach().numpy()
             self.agree(place, f"second derivative {name}", value, want, allowed, dtype)
 

@@ -84,7 +84,10 @@ def build(d: dict[str, Any]) -> Problem:
         fits = (np.abs(turned) <= half).all()
         s = hkl @ np.linalg.inv(cell)
         factor = abs(np.linalg.det(cell)) / size * np.exp(d["blur"] / 4 * (s**2).sum(1))
-        phases = np.einsum("kmj,vj->kmv", turned, voxels / grid)
+        # In integers, since phases of many turns would lose digits.
+        parts = np.lcm.reduce(grid)
+        steps = np.einsum("kmj,vj->kmv", np.rint(turned).astype(int), voxels * (parts // grid))
+        phases = steps % parts / parts
         phases += (operations[:, :, 3] @ hkl.T)[:, :, None]
         matrix = factor[:, None] * np.exp(2j * np.pi * phases).sum(0)
 

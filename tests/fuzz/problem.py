@@ -29,6 +29,8 @@ class Problem:
         From `arrays` to the outputs in float64, by another method than the reference's.
     pack : callable, optional
         From `constants` to the same as packed arguments.
+    summed : bool
+        Whether errors are relative to results of the arrays' magnitudes, too.
     natural : float
         The least size that errors are relative to, for sums which may cancel to nothing.
     condition : callable, optional
@@ -60,6 +62,7 @@ class Problem:
     oracle: Callable[..., Any] | None = None
     pack: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     natural: float = 0.0
+    summed: bool = False
     condition: Callable[[Mapping[str, Any]], float] | None = None
     exact: bool = True
     terms: int = 0
