@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 import fusedops  # noqa: E402
 from formulas import OfBoltz, OfMultimer, OfOpenFold, update_of  # noqa: E402
+from fusedops._frame.arrays import allows_tf32  # noqa: E402
 from fusedops.compat import boltz, cuequivariance, openfold, openfold3, protenix  # noqa: E402
 
 FUSED = {False: "TriangleMultiplication", True: "FusedTriangleMultiplication"}
@@ -218,7 +219,7 @@ def test_a_setting_by_the_newer_api_of_tf32_is_not_in_the_way(monkeypatch):
             raise RuntimeError("a mix of the legacy and new APIs")
 
     monkeypatch.setattr(torch.backends.cuda, "matmul", Newer())
-    assert cuequivariance._allows_tf32()
+    assert allows_tf32()
     assert cuequivariance.triangle_multiplicative_update(**arguments(), precision="ieee").ndim == 5
 
 

@@ -86,6 +86,18 @@ def add_at(total: Any, index: Any, values: Any) -> None:
         np.add.at(total, index, values)
 
 
+def allows_tf32() -> bool:
+    """Return whether torch's own products of float32 on a GPU may round factors to TF32."""
+    from torch.backends.cuda import matmul
+
+    try:
+        # Torch compiles a look at this name alone.
+        return bool(matmul.allow_tf32)
+    except RuntimeError:
+        # A program that uses the newer setting can't read the older one.
+        return bool(matmul.fp32_precision == "tf32")
+
+
 def sigmoid(h: Any) -> Any:
     """Return the logistic function; its exponential may overflow, harmlessly."""
     if is_tensor(h):

@@ -17,6 +17,7 @@ import fusedops._frame.needs_torch
 import torch
 
 import fusedops
+from fusedops._frame.arrays import allows_tf32
 from fusedops.nn import autocast_precision
 
 __all__ = ["TriMulPrecision", "triangle_multiplicative_update"]
@@ -81,17 +82,9 @@ def _precision(given: Any, x: torch.Tensor, weights: Sequence[Any]) -> str | Non
     found = None if given is None else _PRECISIONS[str(name).lower()]
     if found is None and (asked := autocast_precision(x, weights)) is not None:
         return asked
-    if found is None and x.is_cuda and x.dtype == torch.float32 and _allows_tf32():
+    if found is None and x.is_cuda and x.dtype == torch.float32 and allows_tf32():
         return "tf32"
     return found
-
-
-def _allows_tf32() -> bool:
-    """Return whether torch's own products on a GPU may use TF32."""
-    matmul = torch.backends.cuda.matmul
-    # A program that uses the newer setting can't read the older one.
-    newer = getattr(matmul, "fp32_precision", None)
-    return bool(matmul.allow_tf32) if newer is None else newer == "tf32"
 
 
 def triangle_multiplicative_update(

@@ -15,6 +15,7 @@ import numpy as np
 from fusedops._frame.arrays import (
     ArrayT,
     added,
+    allows_tf32,
     cast,
     is_tensor,
     namespace,
@@ -416,20 +417,9 @@ def so2_convolution(
         )
     if precision is None:
         on_gpu = is_tensor(message) and message.is_cuda
-        precision = "tf32" if on_gpu and _allows_tf32() else "float32"
+        precision = "tf32" if on_gpu and allows_tf32() else "float32"
     arguments = *arrays, lmax, channels, precision
     return to_run(arguments, ("out", "gates") if channels else "out")
-
-
-def _allows_tf32() -> bool:
-    """Return whether torch's products of float32 on a GPU may round factors to TF32."""
-    from torch.backends.cuda import matmul
-
-    try:
-        return bool(matmul.allow_tf32)
-    except RuntimeError:
-        # Newer versions refuse the older of two names after a use of the newer.
-        return bool(matmul.fp32_precision == "tf32")
 
 
 def rows_by_degree(lmax: int, mmax: int, layout: str) -> list[np.ndarray]:
