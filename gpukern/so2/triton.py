@@ -258,6 +258,11 @@ class _Factor:
         return found
 
 
+def _factors(rows: Any, parts: list[slice]) -> list[_Factor]:
+    """Return the columns of every order."""
+    return [_Factor(rows[:, own]) for own in parts]
+
+
 def _product(out: Any, a: _Factor, b: Any, precision: str, shift: Any = None) -> None:
     """Write a @ b, plus a shift that may be `out` itself."""
     rows = a.matrix
@@ -280,14 +285,11 @@ def _product(out: Any, a: _Factor, b: Any, precision: str, shift: Any = None) ->
 
 
 def _over_edges(a: _Factor, b: _Factor, precision: str) -> Any:
-    """Return aᵀ @ b, a sum over edges, in float32 or better."""
+    """Return aᵀ @ b, a sum over edges."""
     x, y = a.matrix.T, b.matrix
-    if precision == "bf16" and x.dtype == torch.float32:
-        x, y = x.bfloat16(), y.bfloat16()
-        return torch.mm(x, y, out_dtype=torch.float32) if x.is_cuda else x.float() @ y.float()
     if not _is_split(precision, x, y):
         out = x.new_empty(x.shape[0], y.shape[1])
-        product(precision == "tf32", torch.mm, x, y, out=out)
+        _product(out, _Factor(x), y, precision)
         return out
     parts = max(1, x.shape[1] // _EDGES)
     left, right = a.halves(1, parts), b.halves(1, parts)
@@ -317,10 +319,6 @@ class _Call:
         found = orders(self.lmax, self.mmax)
         self.inputs = [columns(rows, self.C) for rows, _ in found]
         self.outputs = [columns(rows, self.D) for rows, _ in found]
-
-    def factors(self, rows: Any, parts: list[slice]) -> list[_Factor]:
-        """Return the columns of every order, as factors of products."""
-        return [_Factor(rows[:, own]) for own in parts]
 
     def scaled(self) -> Any:
         """Return the messages times radial functions."""
@@ -366,7 +364,7 @@ def unscale_messages(
 @_in_one_dtype
 def so2_convolution(a: Any, y: Any) -> None:
     call, G, bias, precision = _Call(a), a.gate_channels, a.bias, a.precision
-    first, *others = call.factors(call.scaled(), call.inputs)
+    first, *others = _factors(call.scaled(), call.inputs)
     shifts = (None, None) if bias is None else (bias[:G], bias[G:])
     if y.gates is not None:
         _product(y.gates, first, a.weight_m0[:G].T, precision, shifts[0])
@@ -383,7 +381,7 @@ def so2_convolution(a: Any, y: Any) -> None:
 @_in_one_dtype
 def so2_convolution_vjp(a: Any, y: Any) -> None:
     call, G, precision, dout = _Call(a), a.gate_channels, a.precision, _flat(a.dout)
-    results = call.factors(dout, call.outputs)
+    results = _factors(dout, call.outputs)
     dgates = None if a.dgates is None else _Factor(a.dgates)
     if y.dbias is not None:
         torch.sum(results[0].matrix, 0, out=y.dbias[G:])
@@ -413,7 +411,7 @@ def _pull_to_weights(
     call: _Call, results: list[_Factor], dgates: _Factor | None, precision: str, dweights: Any
 ) -> None:
     """Fill the cotangents of weights."""
-    parts = call.factors(call.scaled(), call.inputs)
+    parts = _factors(call.scaled(), call.inputs)
     if dweights[0] is not None:
         G = 0 if dgates is None else dgates.matrix.shape[1]
         dweights[0][G:].copy_(_over_edges(results[0], parts[0], precision))
