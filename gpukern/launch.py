@@ -9,8 +9,13 @@ from typing import Any
 
 import torch
 import triton
+from triton.runtime import driver
 
 from gpukern import tape
+
+# Bytes of shared memory that large tiles take. H100 and B200 have 227 KiB, A100 has 163, and other
+# GPUs have 99.
+_SHARED = 210 << 10
 
 
 def kernel_of_any_size(function: Any, aligned: Sequence[str] = (), jit: Any = triton.jit) -> Any:
@@ -45,6 +50,15 @@ def processors(device: Any) -> int:
     if device.type != "cuda":
         return 2
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def is_small(device: Any) -> bool:
+    """Return whether a GPU has less shared memory for a program than large tiles take."""
+    if device.type != "cuda":
+        return False
+    found = driver.active.utils.get_device_properties(device.index)
+    return bool(found["max_shared_mem"] < _SHARED)
 
 
 class Launcher:

@@ -20,16 +20,13 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gpukern.launch import Launcher, kernel_of_any_size, power, wide
+from gpukern.launch import Launcher, is_small, kernel_of_any_size, power, wide
 from gpukern.precision import EMULATED
 
 # Rows, columns and terms of a program's tile, its warps and stages.
 _TILE = 128, 128, 64, 8, 3
-# Bytes of shared memory that a program takes, of 227 KiB on Hopper and B200.
-_SHARED = 210 << 10
 #: The fewest terms of a product of halves. With fewer, float32's own error is below theirs.
 LEAST = 64
 # The least work of a product that repays splitting its matrices, in multiplications and additions,
@@ -80,16 +77,7 @@ def repay(device: Any, batches: int, M: int, N: int, K: int, ready: bool = False
     """Return whether a product of halves takes less time, also if halves aren't `ready`."""
     work = 2 * batches * M * N * K
     split = 0 if ready else _WORK_OF_ONE * batches * (M + N) * K
-    return has_room(device) and K >= LEAST and work >= max(_WORK, split)
-
-
-@functools.cache
-def has_room(device: Any) -> bool:
-    """Return whether a GPU has the shared memory that a program takes; the interpreter has."""
-    if device.type != "cuda":
-        return True
-    found = driver.active.utils.get_device_properties(device.index)
-    return bool(found["max_shared_mem"] >= _SHARED)
+    return not is_small(device) and K >= LEAST and work >= max(_WORK, split)
 
 
 @triton.jit
@@ -113,26 +101,20 @@ def halves_of(x):
 
 
 @triton.jit
-def scaling(most, least):
-    """Return rows' scales and reciprocals, or zero where halves lose digits.
-
-    Given are the bits of the largest magnitude, and of the smallest that isn't zero.
-    """
-    exponent = tl.where(most == 0, 141, most >> 23)
-    reach = tl.where(most == 0, 0, exponent - (least >> 23))
-    serves = (exponent >= 67) & (exponent <= 187) & (reach <= 32)
-    scale = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
-    reciprocal = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
-    return scale, tl.where(serves, reciprocal, 0.0)
-
-
-@triton.jit
 def row_scaling(most):
     """Return scales for rows' largest magnitudes, and reciprocals, of any exponents."""
     bits = most.to(tl.int32, bitcast=True)
     exponent = tl.where(bits == 0, 141, tl.maximum(bits >> 23, 15))
     scale = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
     return scale, ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _serve(most, least):
+    """Return whether halves hold rows, by the bits of their most and least that isn't zero."""
+    exponent = most >> 23
+    reach = exponent - (least >> 23)
+    return (most == 0) | ((exponent >= 67) & (exponent <= 187) & (reach <= 32))
 
 
 @triton.jit
@@ -180,10 +162,10 @@ def _split(
         bits = _bits(value)
         most = tl.maximum(most, bits)
         least = tl.minimum(least, tl.where(bits == 0, INFINITE, bits))
+    largest = tl.max(most, 1)
+    scale, reciprocal = row_scaling(largest.to(tl.float32, bitcast=True))
     if STRICT:
-        scale, reciprocal = scaling(tl.max(most, 1), tl.min(least, 1))
-    else:
-        scale, reciprocal = row_scaling(tl.max(most, 1).to(tl.float32, bitcast=True))
+        reciprocal = tl.where(_serve(largest, tl.min(least, 1)), reciprocal, 0.0)
     tl.store(scales + batch * rows + r, reciprocal, mask=r < rows)
     if TERMS_FAST:
         to = halves + (batch * rows + r[:, None]) * pitch

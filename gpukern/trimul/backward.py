@@ -11,7 +11,7 @@ import torch
 from fusedops.trimul.op import Weights, slices
 from gpukern.launch import power, processors
 from gpukern.trimul import kernels
-from gpukern.trimul.forward import Halved, normalized, project, triangles
+from gpukern.trimul.forward import normalized, project, triangles
 from gpukern.trimul.plan import (
     ALL,
     MANY,
@@ -27,6 +27,7 @@ from gpukern.trimul.plan import (
 from gpukern.trimul.products import (
     LONG,
     SPLIT,
+    Halved,
     multiply,
     multiply_back,
     over_rows,
@@ -339,7 +340,8 @@ def finish_back(
     tensors = o, gate, dout, scaling, w.norm_out_weight, w.norm_out_bias
     tensors += w.p_out_weight, w.p_out_bias
     halved = Halved.of(update, (w.p_out_weight,))
-    tensors += do, dgate, None if as_given else dp, kept, sums, *halved[:2]
+    tensors += do, dgate, None if as_given else dp, kept, sums
+    tensors += halved.halves, halved.scales
     numbers = L, N, update.pitch, o.stride(1), do.stride(0), halved.lo
     how = {"warps": warps, "stages": 2, "limited": not update.halved}
     launch(kernels.finish_back, programs, tensors, numbers, constants, **how)

@@ -8,7 +8,6 @@ import torch
 
 from fusedops.trimul.op import Weights
 from gpukern.launch import power, processors
-from gpukern.products import split
 from gpukern.trimul import kernels
 from gpukern.trimul.plan import (
     ALL,
@@ -22,7 +21,7 @@ from gpukern.trimul.plan import (
     launch,
     strides_of,
 )
-from gpukern.trimul.products import multiply
+from gpukern.trimul.products import Halved, multiply
 
 
 class Tile(NamedTuple):
@@ -52,25 +51,6 @@ _SMALL = Tile(rows=64, sides=32, gate=32, x=128, warps=4, stages=2)
 # For float32 and float64 themselves.
 _EXACT = Tile(rows=32, sides=32, gate=32, x=64, warps=4, stages=1)
 _FLOAT64 = _EXACT._replace(x=32)
-
-
-class Halved(NamedTuple):
-    """Halves of weights' rows, the reciprocals of their scales, and the step from hi to lo."""
-
-    halves: Any
-    scales: Any
-    lo: int
-
-    @staticmethod
-    def of(update: Update, weights: tuple[Any, ...]) -> Halved:
-        """Return halves of rows one weight after the other, if products are made of halves."""
-        given = [weight for weight in weights if weight is not None]
-        if not update.halved:
-            return Halved(None, None, 0)
-        rows = given[0] if len(given) == 1 else torch.cat(given)
-        # Factors are normalized rows, whose rounding errors exceed what small numbers lose.
-        found = split(rows.float()[None], 2, strict=False)
-        return Halved(found.halves, found.scales, found.halves.stride(0))
 
 
 def triangle_multiplicative_update(a: Any, y: Any) -> None:
@@ -179,13 +159,11 @@ def project(
     constants = update.eps, C, H, G, update.output, update.width, parts, BM, chunk, BH, BG
     constants += *update.types, update.asm, *update.place
     halved = Halved.of(update, (p_w, g_w, o_w if G else None))
-    kept_scales, kept_lo = None, 0
-    if kept is not None and halved.halves is not None:
-        rows_of = split(kept.flatten(0, 2)[None, :, :C], 2, strict=False)
-        kept, kept_scales, kept_lo = rows_of.halves, rows_of.scales, rows_of.halves.stride(0)
-    tensors = x, mask, *norm, p_w, p_b, g_w, g_b, o_w, o_b, *outputs, kept
-    tensors += *halved[:2], side_scales, kept_scales
-    numbers += halved.lo, kept_lo, sides_lo
+    ahead = Halved.of(update, (None if kept is None else kept.flatten(0, 2)[:, :C],))
+    tensors = x, mask, *norm, p_w, p_b, g_w, g_b, o_w, o_b, *outputs
+    tensors += kept if ahead.halves is None else ahead.halves, halved.halves
+    tensors += halved.scales, side_scales, ahead.scales
+    numbers += halved.lo, ahead.lo, sides_lo
     how = {"warps": warps, "stages": stages, "limited": not update.halved}
     launch(kernels.project, programs * parts, tensors, numbers, constants, **how)
 
@@ -289,7 +267,7 @@ def finish(update: Update, o: Any, gate: Any, out: Any, shift: int) -> None:
         # At most the numbers that a block of the weight has with H = 128.
         BN = max(16, min(128 if update.fast else 32, (1 << 14) // BH, power(C, 16)))
         halved = Halved.of(update, (w.p_out_weight,))
-        tensors += halved[:2]
+        tensors += halved.halves, halved.scales
         warps = 4
         if update.halved:
             BM, BN, warps = min(64, power(N, 16)), min(BN, 64), 4 if BH <= 128 else 8

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.runtime import driver
 
 from fusedops._frame.check import warn
 from fusedops.trimul.op import Weights, in_parts, slices, warn_of_parts
-from gpukern.launch import Launcher, kernel_of_any_size, wide
+from gpukern.launch import Launcher, is_small, kernel_of_any_size, wide
 from gpukern.precision import EMULATED, of_float32
-from gpukern.products import has_room, repay
+from gpukern.products import repay
 from gpukern.trimul import kernels
 
 # Versions of Triton whose Gluon compiles these kernels. Gluon is experimental: another version may
@@ -37,9 +36,6 @@ if ".".join(triton.__version__.split(".")[:2]) in _GLUON:
 MANY = 1 << 16
 # Rows up to which a backward pass is bound by the host.
 FEW = 1 << 14
-# Bytes of shared memory that large tiles take. H100 and B200 have 227 KiB, A100 has 163, and other
-# GPUs have 99.
-_SHARED = 200 << 10
 # The most channels that a projection normalizes itself.
 CHANNELS = 128
 # The fewest groups of eight lines that are worth a part of an update.
@@ -109,15 +105,6 @@ def ceil(n: int, by: int) -> int:
 def up(n: int) -> int:
     """Return the next multiple of eight."""
     return ceil(n, 8) * 8
-
-
-@functools.cache
-def is_small(device: Any) -> bool:
-    """Return whether a GPU has less shared memory for a program than Hopper has."""
-    if device.type != "cuda":
-        return False
-    found = driver.active.utils.get_device_properties(device.index)
-    return bool(found["max_shared_mem"] < _SHARED)
 
 
 @functools.cache
@@ -205,10 +192,11 @@ class Update:
         # In float16 o is a mean over edges, since a sum may overflow.
         self.shift = -round(math.log2(max(self.N, 1))) if self.dtype == torch.float16 else 0
         self.few = self.B * self.L * self.N <= FEW and self.dtype != torch.float64
+        self.small = is_small(x.device)
         # Whether products of float32 are made of halves. More channels are normalized ahead, and
         # with a limit there is no memory for rows and their halves.
         fits = not self.limit or self.C <= CHANNELS
-        self.halved = self.emulated and not self.few and has_room(x.device) and fits
+        self.halved = self.emulated and not (self.few or self.small) and fits
         self.halved_sides = self.halved and repay(x.device, self.H, *[self.N] * 3, ready=True)
         # Whether our own kernel makes the products.
         self.ours = self.few or self.dtype == torch.float32
@@ -218,7 +206,6 @@ class Update:
         # With more than two bytes, the rounding error of a mean counts.
         exact = self.dtype.itemsize > 2
         self.types = Types(dot, _TYPES[self.accumulator], self.precision, exact)
-        self.small = is_small(x.device)
         self.asm = self.rounded and x.is_cuda and torch.version.cuda is not None
         size = self.B * self.L * self.pitch * max(self.width, 2 * self.H, self.G)
         self.long = tl.int64 if size >> 31 else tl.int32

@@ -6,6 +6,7 @@ as long as a launch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -74,6 +75,25 @@ def products(
     names = ("a", "b", "c") if aligned else ()
     how = {"warps": warps, "stages": stages, "aligned": names}
     launch(kernels.product, programs, matrices, numbers, constants, **how)
+
+
+class Halved(NamedTuple):
+    """Halves of rows, the reciprocals of their scales, and the step from hi to lo."""
+
+    halves: Any
+    scales: Any
+    lo: int
+
+    @staticmethod
+    def of(update: Update, matrices: Sequence[Any]) -> Halved:
+        """Return halves of rows of one matrix after the other, if products are made of halves."""
+        given = [matrix for matrix in matrices if matrix is not None]
+        if not given or not update.halved:
+            return Halved(None, None, 0)
+        rows = given[0] if len(given) == 1 else torch.cat(given)
+        # They meet normalized rows, whose rounding errors exceed what small numbers lose.
+        found = split(rows.float()[None], 2, strict=False)
+        return Halved(found.halves, found.scales, found.halves.stride(0))
 
 
 def over_rows(update: Update, a: Any, b: Any) -> Any:
