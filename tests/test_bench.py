@@ -263,7 +263,8 @@ def test_a_run_has_its_json_and_its_table(tmp_path, capsys):
     assert {row["pass"] for row in ours} == {FORWARD, BOTH}
     for row in block["cases"]:
         low, high = row["quartiles_ms"]
-        assert 0 < low <= row["ms"] <= high
+        # A file keeps five digits of medians and three of quartiles, which moves these by 0.5 %.
+        assert 0 < low <= 1.005 * row["ms"] <= 1.005**2 * high
         assert report.over_floor(row) == row["ms"] / row["work"]["floor_ms"] > 0
     tiny = {w.name for w in WORKLOADS if w.tiny}
     for row in ours:
