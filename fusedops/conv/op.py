@@ -13,18 +13,23 @@ from fusedops._frame.check import (
     flag,
     holds,
     indices,
-    is_tensor,
     no_overlap,
     of_shape,
     one_of,
     promoted,
-    sharing,
-    traced,
 )
 from fusedops._frame.op import op, to_run
 from fusedops._frame.primitive import Call, Primitive
 from fusedops._frame.registry import BackendName
-from fusedops.conv.plan import Sequences, read_sequences, spans
+from fusedops.conv.plan import (
+    Sequences,
+    check_slots,
+    may_update,
+    num_sequences,
+    read_sequences,
+    readable,
+    spans,
+)
 
 Activation = Literal["silu", "swish"]
 ACTIVATIONS = (None, *get_args(Activation))
@@ -195,11 +200,6 @@ _ARRAYS = {
     "initial_state": "(S, D, W), optional",
     "bias": "(D), optional",
 }
-
-
-def num_sequences(a: Any) -> Any:
-    """Return S, the number of sequences."""
-    return a.x.shape[0] if a.sequences is None else a.sequences.num_sequences
 
 
 conv_vjp = Primitive(
@@ -433,13 +433,7 @@ def dynamic_conv(
     [2.0, 2.0, 2.0, 1.0]
     """
     name = "dynamic_conv"
-    sequences = None
-    if cu_seqlens is not None:
-        if x.shape[0] != 1:
-            raise ValueError(
-                f"{name}: x has shape {tuple(x.shape)}; with cu_seqlens it should be (1, T, D)"
-            )
-        sequences = read_sequences(name, cu_seqlens, x)
+    sequences = read_sequences(name, cu_seqlens, "x", x)
     one_of(name, "activation", activation, ACTIVATIONS)
     flag(name, "output_final_state", output_final_state)
     return to_run(
@@ -552,36 +546,14 @@ def dynamic_conv_step(
 
 def _check_step(a: Any) -> None:
     """Raise if a state has two sequences or none, or its update would change another argument."""
-    names = "x", "kernels", "bias", "residual", "slots", "positions"
-    at = sharing(a.state, [getattr(a, name) for name in names])
-    if at is not None:
-        raise ValueError(f"dynamic_conv_step: {names[at]} shares memory with state; it should not")
-    if not is_tensor(a.state) and not a.state.flags.writeable:
-        raise ValueError(
-            "dynamic_conv_step: state is read-only; it should be writable, to be updated"
-        )
-    slots, positions = (
-        None if array is None or (is_tensor(array) and (traced() or not array.is_cpu)) else array
-        for array in (a.slots, a.positions)
-    )
+    name = "dynamic_conv_step"
+    may_update(name, a, ("x", "kernels", "bias", "residual", "slots", "positions"))
+    slots, positions = map(readable, (a.slots, a.positions))
     if positions is not None and (a.slots is None) == (slots is None):
         early = [p for b, p in enumerate(positions.tolist()) if slots is None or slots[b] >= 0]
         if early and min(early) < 0:
             raise ValueError(
-                f"dynamic_conv_step: positions has {min(early)}; it should be at least 0, the "
+                f"{name}: positions has {min(early)}; it should be at least 0, the "
                 "number of tokens before"
             )
-    if slots is None:
-        return
-    slots = [slot for slot in a.slots.tolist() if slot >= 0]
-    if slots and max(slots) >= len(a.state):
-        raise ValueError(
-            f"dynamic_conv_step: slots has {max(slots)}; it should be below {len(a.state)}, "
-            "the number of states"
-        )
-    if len(set(slots)) < len(slots):
-        twice = next(slot for slot in slots if slots.count(slot) > 1)
-        raise ValueError(
-            f"dynamic_conv_step: slots has {twice} twice; every sequence should have a "
-            "state of its own"
-        )
+    check_slots(name, slots, len(a.state))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,9 @@ from fusedops._frame.check import (
     is_tensor,
     on_host,
     same_device,
+    sharing,
     size,
+    traced,
 )
 from fusedops._frame.packed import Packed, bridge
 
@@ -164,19 +166,62 @@ def spans(x: Any, sequences: Sequences | None) -> Iterator[tuple[slice, slice, s
         yield slice(None), slice(starts[s], starts[s + 1]), slice(s, s + 1)
 
 
-def read_sequences(name: str, cu_seqlens: Any, x: Any) -> Sequences:
+def num_sequences(a: Any) -> Any:
+    """Return S, the number of sequences in a call whose first array has the tokens."""
+    return a[0].shape[0] if a.sequences is None else a.sequences.num_sequences
+
+
+def read_sequences(name: str, cu_seqlens: Any, first: str, x: Any) -> Sequences | None:
+    """Return the packed sequences of tokens x (1, T, ...), an argument called `first`."""
+    if cu_seqlens is None:
+        return None
+    if x.shape[0] != 1:
+        sizes = ", ".join(["1", "T", "D"] if x.ndim == 3 else ["1", "T", "H", "K"])
+        raise ValueError(
+            f"{name}: {first} has shape {tuple(x.shape)}; with cu_seqlens it should be ({sizes})"
+        )
     given = isinstance(cu_seqlens, Sequences)
     device = cu_seqlens.device if given else "cpu"
     device = device_of(cu_seqlens) if is_tensor(cu_seqlens) else device
-    same_device(name, "cu_seqlens", device, "x", device_of(x))
+    same_device(name, "cu_seqlens", device, first, device_of(x))
     tokens = x.shape[1]
     if given:
         if cu_seqlens.num_tokens != tokens:
             raise ValueError(
                 f"{name}: cu_seqlens ends at {cu_seqlens.num_tokens}; it should end at {tokens}, "
-                "the number of tokens in x"
+                f"the number of tokens in {first}"
             )
         return cu_seqlens
     if not is_tensor(cu_seqlens):
         return Sequences(cu_seqlens, num_tokens=tokens)
     return Sequences.read(name, cu_seqlens, num_tokens=tokens)
+
+
+def may_update(name: str, a: Any, others: Iterable[str]) -> None:
+    """Raise unless a call's state can be updated in place, without a change of other arguments."""
+    others = list(others)
+    at = sharing(a.state, [getattr(a, other) for other in others])
+    if at is not None:
+        raise ValueError(f"{name}: {others[at]} shares memory with state; it should not")
+    if not is_tensor(a.state) and not a.state.flags.writeable:
+        raise ValueError(f"{name}: state is read-only; it should be writable, to be updated")
+
+
+def readable(array: Any) -> Any:
+    """Return integers that the host may read, or None for others."""
+    hidden = array is not None and is_tensor(array) and (traced() or not array.is_cpu)
+    return None if hidden else array
+
+
+def check_slots(name: str, slots: Any, count: int) -> None:
+    """Raise ValueError unless the slots that aren't padding are different rows of `count`."""
+    own = [] if slots is None else [slot for slot in slots.tolist() if slot >= 0]
+    if own and max(own) >= count:
+        raise ValueError(
+            f"{name}: slots has {max(own)}; it should be below {count}, the number of states"
+        )
+    if len(set(own)) < len(own):
+        twice = next(slot for slot in own if own.count(slot) > 1)
+        raise ValueError(
+            f"{name}: slots has {twice} twice; every sequence should have a state of its own"
+        )

@@ -14,8 +14,8 @@ from fusedops._frame.op import op, to_run
 from fusedops._frame.primitive import Call, Primitive
 from fusedops._frame.registry import BackendName
 from fusedops.conv import ACTIVATIONS, Activation, Sequences
-from fusedops.conv.op import conv, conv_vjp, num_sequences
-from fusedops.conv.plan import read_sequences
+from fusedops.conv.op import conv, conv_vjp
+from fusedops.conv.plan import num_sequences, read_sequences
 
 
 def kernels_of(a: Any) -> Any:
@@ -291,13 +291,7 @@ def dynamic_conv_generated(
     [1.0, 5.0, 14.0, 36.0]
     """
     name = "dynamic_conv_generated"
-    sequences = None
-    if cu_seqlens is not None:
-        if x.shape[0] != 1:
-            raise ValueError(
-                f"{name}: x has shape {tuple(x.shape)}; with cu_seqlens it should be (1, T, D)"
-            )
-        sequences = read_sequences(name, cu_seqlens, x)
+    sequences = read_sequences(name, cu_seqlens, "x", x)
     one_of(name, "activation", activation, ACTIVATIONS)
     flag(name, "output_final_state", output_final_state)
     arrays = x, hidden, weight, bias, initial_state, conv_bias

@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
 
-from fusedops._frame.arrays import cast, double, int64, namespace
+from fusedops._frame.arrays import cast, double, dtype_of_sums, int64, namespace
 from fusedops._frame.check import (
-    accumulator,
     device_of,
-    dtype_name,
     is_tensor,
     on_host,
     one_of,
@@ -121,10 +119,10 @@ def _nll_formula(a: Any) -> tuple[Any, Any]:
         total = total + 0.5 * (weight * plane.d**2).sum()
         g = plane.centred(weight * plane.d, fit)
         rows.append((index, g[..., None] * plane.normal[:, None]))
+    like = cast(xyz, dtype_of_sums(xyz))
     if is_tensor(xyz):
-        dtype = getattr(namespace(xyz), accumulator(xyz) or dtype_name(xyz.dtype))
-        return total.to(dtype), _scatter(rows, xyz.to(dtype))
-    return np.asarray(total, xyz.dtype), _scatter(rows, xyz)
+        return total.to(like), _scatter(rows, like)
+    return np.asarray(total, xyz.dtype), _scatter(rows, like)
 
 
 def _gradient_vjp_formula(a: Any) -> tuple[Any]:
