@@ -7,6 +7,7 @@ from fusedops._host.threads import get_num_threads
 from fusedops._info import info, set_num_threads
 from fusedops._version import __version__ as __version__
 from fusedops.conv import Sequences, dynamic_conv, dynamic_conv_step
+from fusedops.delta import gated_delta_rule, gated_delta_rule_step
 from fusedops.density import Lattice, gaussian_density
 from fusedops.generated import dynamic_conv_generated
 from fusedops.planarity import Planes, planarity_nll, plane_deviations
@@ -35,6 +36,8 @@ __all__ = [
     "edge_degree_scatter",
     "explain",
     "gate_activation",
+    "gated_delta_rule",
+    "gated_delta_rule_step",
     "gaussian_density",
     "get_num_threads",
     "info",
