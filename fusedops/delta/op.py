@@ -140,7 +140,8 @@ class _Span:
             return zeros(like, shape)
         x = namespace(like).stack(list(chunks), 1).swapaxes(2, 3)
         x = x.reshape(self.B, self.count * self.size, self.HV, x.shape[-1])[:, : self.T]
-        return x.reshape(self.B, self.T, like.shape[2], -1, x.shape[-1]).sum(3).reshape(shape)
+        heads = like.shape[2], self.HV // like.shape[2]
+        return x.reshape(self.B, self.T, *heads, x.shape[-1]).sum(3).reshape(shape)
 
 
 def _formula(a: Any) -> tuple[Any, Any]:
