@@ -90,6 +90,7 @@ FINE = {
     "num_atoms": {"2**62"},
     "radius": {"fraction", "2**62"},
     "rescale_factor": {"negative", "fraction", "2**62"},
+    "scale": {"negative", "fraction", "2**62"},
 }
 
 

@@ -159,7 +159,8 @@ class Primitive:
         self.saves = saves
         self._read_for = read_for
         self.mutates = mutates
-        self.sixteen_bits = sixteen_bits
+        # An update of a cast copy would be lost.
+        self.sixteen_bits = sixteen_bits or bool(mutates)
         self.all: tuple[bool, ...] = (True,) * len(outputs)
         self._saved = tuple([output in saves for output in outputs])
         self.plans: Plans[Callable[[Any, Any], Any]] = Plans()

@@ -211,6 +211,7 @@ delta_vjp = Primitive(
     sizes={"S": num_sequences},
     outputs={f"d{name}": f"like {name}" for name in _ARRAYS},
     formula=_vjp_formula,
+    sixteen_bits=True,
 )
 delta = Primitive(
     "gated_delta_rule",
@@ -221,6 +222,7 @@ delta = Primitive(
     outputs={"out": "(B, T, HV, V) as q", "final_state": "(S, HV, K, V) summed of q"},
     formula=_formula,
     pullback=_pullback,
+    sixteen_bits=True,
 )
 
 
