@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import inspect
 import math
 import os
 import sys
@@ -451,6 +452,41 @@ def moved(problem: Problem, cotangent: Any) -> Steps:
     target = torch.empty_like(source)
     programs = -(-half // 1024)
     return {FORWARD: lambda: move[(programs,)](source, target, half, 1024)}
+
+
+QWEN = "transformers.models.qwen3_next.modeling_qwen3_next"
+
+
+@peer("transformers", "gated_delta_rule", package=QWEN, captured=False)
+def transformers_chunks(problem: Problem, cotangent: Any) -> Steps:
+    """The chunks of Qwen3-Next in plain torch, as it runs where fla can't."""
+    chunks = inspect.unwrap(importlib.import_module(QWEN).torch_chunk_gated_delta_rule)
+    return _steps(lambda *arrays: chunks(*arrays)[0], problem, cotangent)
+
+
+@peer("transformers", "gated_delta_rule_step", package=QWEN)
+def transformers_step(problem: Problem, cotangent: Any) -> Steps:
+    """The recurrence of Qwen3-Next in plain torch, whose cache takes the new state."""
+    import torch
+
+    step = inspect.unwrap(importlib.import_module(QWEN).torch_recurrent_gated_delta_rule)
+    *tokens, state = problem.arguments.values()
+
+    def run() -> tuple[Any, ...]:
+        given = [x[:, None] for x in tokens]
+        out, new = step(*given, initial_state=state, output_final_state=True)
+        state.copy_(new)
+        return (out[:, 0],)
+
+    return {FORWARD: torch.no_grad()(run)}
+
+
+@peer("fla", "gated_delta_rule", package="fla", devices=("cuda",))
+def fla_chunks(problem: Problem, cotangent: Any) -> Steps:
+    """The Triton kernels of flash-linear-attention."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return _steps(lambda *arrays: chunk_gated_delta_rule(*arrays)[0], problem, cotangent)
 
 
 def _graph(problem: Problem) -> tuple[Any, Any, int]:

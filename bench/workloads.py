@@ -337,6 +337,44 @@ def _step(source: Source, batch: int, *, channels: int, width: int, paged: bool 
     return Problem(fusedops.dynamic_conv_step, arguments | {"activation": "silu"}, (), shape, work)
 
 
+def _tokens(
+    source: Source, lead: tuple[int, ...], heads: int, keys: int, values: int
+) -> dict[str, Any]:
+    """Return queries, keys of length 1, values, gates and strengths of tokens."""
+    q, k = (source.normal(*lead, heads, keys, scale=keys**-0.5) for _ in range(2))
+    k /= (k * k).sum(-1)[..., None] ** 0.5
+    v = source.normal(*lead, heads, values)
+    # Gates and strengths stay in float32, as models make them.
+    g, beta = (source.normal(*lead, heads, wide=True) for _ in range(2))
+    return {"q": q, "k": k, "v": v, "g": -abs(g), "beta": 1 / (1 + 2**beta)}
+
+
+def _delta(
+    source: Source, tokens: int, *, batch: int, heads: int, keys: int, values: int
+) -> Problem:
+    """Linear attention by the gated delta rule."""
+    arguments = _tokens(source, (batch, tokens), heads, keys, values)
+    leaves = tuple(arguments)
+    read, out = source.bytes(*arguments.values()), source.bytes(arguments["v"])
+    # A token takes three products of a matrix and a vector, and its gradients seven.
+    products = 2 * batch * tokens * heads * keys * values
+    work = _work(Work(read + out, 3 * products), Work(2 * read + out, 7 * products))
+    shape = {"B": batch, "T": tokens, "H": heads, "K": keys, "V": values}
+    wide = frozenset({"g", "beta"})
+    return Problem(fusedops.gated_delta_rule, arguments, leaves, shape, work, wide)
+
+
+def _delta_step(source: Source, batch: int, *, heads: int, keys: int, values: int) -> Problem:
+    """A step by one token of every sequence, with states of float32 updated in place."""
+    arguments = _tokens(source, (batch,), heads, keys, values)
+    arguments["state"] = source.normal(batch, heads, keys, values, wide=True)
+    moved = 2 * source.bytes(arguments["state"], wide=True)
+    work = _work(Work(moved, 6 * batch * heads * keys * values))
+    shape = {"B": batch, "H": heads, "K": keys, "V": values}
+    op, wide = fusedops.gated_delta_rule_step, frozenset({"g", "beta", "state"})
+    return Problem(op, arguments, (), shape, work, wide)
+
+
 def _edges(
     op: Op,
     source: Source,
@@ -698,6 +736,25 @@ def _conv_workloads() -> Iterator[Workload]:
         yield replace(paged, size=size, device="cuda", dtype="bfloat16")
 
 
+def _delta_workloads() -> Iterator[Workload]:
+    qwen = {"heads": 16, "keys": 128, "values": 128}
+    places = ("cpu", 1, 64), ("cpu", 1, 2048), ("cuda", 1, 64), ("cuda", 1, 2048), ("cuda", 8, 4096)
+    for device, B, T in places:
+        make = partial(_delta, batch=B, **qwen)
+        w = Workload(fusedops.gated_delta_rule, "Qwen3-Next", make, T, "tokens", 128, device)
+        # A state keeps the errors of tokens before.
+        w = replace(w, terms=(20_000, 20_000), quick=(B, T) == (1, 2048))
+        yield w
+        jet = partial(_delta, batch=B, heads=12, keys=96, values=256)
+        yield replace(w, name="Jet-Nemotron", make=jet, quick=False)
+        yield replace(w, dtype="bfloat16", quick=False)
+    step = partial(_delta_step, **qwen)
+    op, name = fusedops.gated_delta_rule_step, "Qwen3-Next, a step"
+    for device, size in (("cpu", 1), ("cpu", 64), ("cuda", 1), ("cuda", 64)):
+        w = Workload(op, name, step, size, "sequences", 4, device, terms=(20_000, 0))
+        yield replace(w, quick=size == 1)
+
+
 def _wigner_workloads() -> Iterator[Workload]:
     forth, back = fusedops.node_to_edge_wigner_permute, fusedops.permute_wigner_inv_edge_to_node
     for op in (forth, back):
@@ -849,6 +906,9 @@ def _tiny_workloads(others: Iterable[Workload]) -> Iterator[Workload]:
         fusedops.dynamic_conv_generated, partial(_generated, batch=1, channels=4, hidden=4), 4
     )
     yield call(fusedops.dynamic_conv_step, partial(_step, channels=4, width=4))
+    head = {"heads": 1, "keys": 4, "values": 4}
+    yield call(fusedops.gated_delta_rule, partial(_delta, batch=1, **head), 2)
+    yield call(fusedops.gated_delta_rule_step, partial(_delta_step, **head))
     for op in ON_EDGES:
         yield call(op, partial(_edges, op, lmax=1, channels=4), 2)
     yield call(wigner_d, partial(_directions, lmax=1))
@@ -865,6 +925,7 @@ def _tiny_workloads(others: Iterable[Workload]) -> Iterator[Workload]:
 _LARGER = (
     *_planarity_workloads(),
     *_conv_workloads(),
+    *_delta_workloads(),
     *_wigner_workloads(),
     *_so2_workloads(),
     *_scatter_workloads(),
@@ -900,6 +961,10 @@ def _growing(device: str) -> Iterator[tuple[Workload, tuple[int, ...]]]:
         of(fusedops.dynamic_conv_step, f"{name}, a step", step, "sequences", dtype=dtype),
         sizes(1),
     )
+    qwen = {"heads": 16 if gpu else 2, "keys": 128, "values": 128}
+    delta, delta_step = partial(_delta, batch=1, **qwen), partial(_delta_step, **qwen)
+    yield of(fusedops.gated_delta_rule, "Qwen3-Next", delta, "tokens"), sizes(8)
+    yield of(fusedops.gated_delta_rule_step, "a step", delta_step, "sequences"), sizes(1)
     for op in ON_EDGES:
         yield of(op, "UMA", partial(_edges, op), "edges"), sizes(300 if gpu else 60)
     yield of(wigner_d, "UMA", partial(_directions, lmax=2), "edges"), sizes(300 if gpu else 60)
