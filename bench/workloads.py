@@ -737,7 +737,7 @@ def _conv_workloads() -> Iterator[Workload]:
 
 
 def _delta_workloads() -> Iterator[Workload]:
-    qwen = {"heads": 16, "keys": 128, "values": 128}
+    qwen: dict[str, Any] = {"heads": 16, "keys": 128, "values": 128}
     places = ("cpu", 1, 64), ("cpu", 1, 2048), ("cuda", 1, 64), ("cuda", 1, 2048), ("cuda", 8, 4096)
     for device, B, T in places:
         make = partial(_delta, batch=B, **qwen)
@@ -906,7 +906,7 @@ def _tiny_workloads(others: Iterable[Workload]) -> Iterator[Workload]:
         fusedops.dynamic_conv_generated, partial(_generated, batch=1, channels=4, hidden=4), 4
     )
     yield call(fusedops.dynamic_conv_step, partial(_step, channels=4, width=4))
-    head = {"heads": 1, "keys": 4, "values": 4}
+    head: dict[str, Any] = {"heads": 1, "keys": 4, "values": 4}
     yield call(fusedops.gated_delta_rule, partial(_delta, batch=1, **head), 2)
     yield call(fusedops.gated_delta_rule_step, partial(_delta_step, **head))
     for op in ON_EDGES:
@@ -961,7 +961,7 @@ def _growing(device: str) -> Iterator[tuple[Workload, tuple[int, ...]]]:
         of(fusedops.dynamic_conv_step, f"{name}, a step", step, "sequences", dtype=dtype),
         sizes(1),
     )
-    qwen = {"heads": 16 if gpu else 2, "keys": 128, "values": 128}
+    qwen: dict[str, Any] = {"heads": 16 if gpu else 2, "keys": 128, "values": 128}
     delta, delta_step = partial(_delta, batch=1, **qwen), partial(_delta_step, **qwen)
     yield of(fusedops.gated_delta_rule, "Qwen3-Next", delta, "tokens"), sizes(8)
     yield of(fusedops.gated_delta_rule_step, "a step", delta_step, "sequences"), sizes(1)

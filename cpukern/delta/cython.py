@@ -14,7 +14,7 @@ from fusedops._host.threads import threads_for
 
 _delta = isa.load("delta")
 # Numbers of states, times tokens, that are worth waking a thread for.
-_GRAIN = 1 << 17
+_GRAIN = 1 << 16
 # The fewest tokens between states that a backward keeps, and the values that it takes together.
 _FEWEST, _ROWS = 32, 16
 

@@ -47,7 +47,8 @@ cdef extern from *:
     #define PARTS 2
 
     /* dot: the dot product of n numbers.
-       turn: write a token into a tile of columns, and sum its rows times the next key and query.
+       turn: write a token into a tile of columns, and sum its rows times the next key and query, or
+       do one of the two. Rows begin `step` numbers apart.
        advance: write a token into rows of the transposed state; `decayed`, if any, gets the rows before.
        reverse: pull a token's cotangents back through these rows, and return the cotangent of g. */
     #define DEFINE(real, vector) \\
@@ -66,27 +67,36 @@ cdef extern from *:
         for (; i < n; i++) rest += x[i] * y[i]; \\
         return rest; \\
     } \\
-    INLINE void fusedops_turn_##real(real *tile, Py_ssize_t keys, real decay, const real *key, \\
-            const real *u, const real *next_key, const real *next_query, real *known, real *read) { \\
+    INLINE void fusedops_pass_##real(int writes, int reads, real *tile, Py_ssize_t step, \\
+            Py_ssize_t keys, real decay, const real *key, const real *u, const real *next_key, \\
+            const real *next_query, real *known, real *read) { \\
         vector none = {0}, written[PARTS], by_key[PARTS], by_query[PARTS]; \\
         for (int p = 0; p < PARTS; p++) { \\
             written[p] = *(const vector *)(u + p * LANES(real)); \\
             by_key[p] = by_query[p] = none; \\
         } \\
-        for (Py_ssize_t i = 0; i < keys; i++, tile += PARTS * LANES(real)) { \\
-            real k = key[i], next_k = next_key[i], next_q = next_query[i]; \\
+        for (Py_ssize_t i = 0; i < keys; i++, tile += step) \\
             for (int p = 0; p < PARTS; p++) { \\
-                vector *row = (vector *)(tile + p * LANES(real)); \\
-                vector s = decay * *row + k * written[p]; \\
-                *row = s; \\
-                by_key[p] += next_k * s; \\
-                by_query[p] += next_q * s; \\
+                vector *row = (vector *)(tile + p * LANES(real)), s = *row; \\
+                if (writes) *row = s = decay * s + key[i] * written[p]; \\
+                if (reads) by_key[p] += next_key[i] * s; \\
+                if (reads) by_query[p] += next_query[i] * s; \\
             } \\
-        } \\
-        for (int p = 0; p < PARTS; p++) { \\
+        for (int p = 0; reads && p < PARTS; p++) { \\
             *(vector *)(known + p * LANES(real)) = by_key[p]; \\
             *(vector *)(read + p * LANES(real)) = by_query[p]; \\
         } \\
+    } \\
+    INLINE void fusedops_turn_##real(int writes, int reads, real *tile, Py_ssize_t step, \\
+            Py_ssize_t keys, real decay, const real *key, const real *u, const real *next_key, \\
+            const real *next_query, real *known, real *read) { \\
+        /* The compiler makes a loop for each. */ \\
+        if (writes && reads) \\
+            fusedops_pass_##real(1, 1, tile, step, keys, decay, key, u, next_key, next_query, known, read); \\
+        else if (writes) \\
+            fusedops_pass_##real(1, 0, tile, step, keys, decay, key, u, next_key, next_query, known, read); \\
+        else \\
+            fusedops_pass_##real(0, 1, tile, step, keys, decay, key, u, next_key, next_query, known, read); \\
     } \\
     INLINE void fusedops_advance_##real(real *state, Py_ssize_t rows, Py_ssize_t n, real decay, \\
             real beta, const real *key, const real *v, real *missed, real *u, real *decayed) { \\
@@ -148,12 +158,13 @@ cdef extern from *:
     double dot_double "fusedops_dot_double"(
         const double* x, const double* y, Py_ssize_t n) noexcept nogil
     void turn_float "fusedops_turn_float"(
-        float* tile, Py_ssize_t keys, float decay, const float* key, const float* u,
-        const float* next_key, const float* next_query, float* known, float* read) noexcept nogil
+        bint writes, bint reads, float* tile, Py_ssize_t step, Py_ssize_t keys, float decay,
+        const float* key, const float* u, const float* next_key, const float* next_query,
+        float* known, float* read) noexcept nogil
     void turn_double "fusedops_turn_double"(
-        double* tile, Py_ssize_t keys, double decay, const double* key, const double* u,
-        const double* next_key, const double* next_query, double* known, double* read,
-    ) noexcept nogil
+        bint writes, bint reads, double* tile, Py_ssize_t step, Py_ssize_t keys, double decay,
+        const double* key, const double* u, const double* next_key, const double* next_query,
+        double* known, double* read) noexcept nogil
     void advance_float "fusedops_advance_float"(
         float* state, Py_ssize_t rows, Py_ssize_t n, float decay, float beta, const float* key,
         const float* v, float* missed, float* u, float* decayed) noexcept nogil
@@ -252,19 +263,24 @@ cdef inline void move_state(
     const States* states, Py_ssize_t sequence, Py_ssize_t head, Py_ssize_t value, Py_ssize_t keys,
     Py_ssize_t values, real* tile, Py_ssize_t key_step, Py_ssize_t value_step, bint load,
 ) noexcept nogil:
-    """Load a tile of a state, zeros if there is none, or store it."""
+    """Load a tile of a state, or store it; a missing state leaves the tile's zeros."""
     cdef Py_ssize_t i, j
-    cdef real* state = <real*>states.at
-    if state != NULL:
-        state += sequence * states.sequence + head * states.head + value * states.value
+    cdef real* row
+    cdef real* own
+    if states.at == NULL:
+        return
     for i in range(keys):
-        for j in range(values):
-            if state == NULL:
-                tile[i * key_step + j * value_step] = 0
-            elif load:
-                tile[i * key_step + j * value_step] = state[i * states.key + j * states.value]
-            else:
-                state[i * states.key + j * states.value] = tile[i * key_step + j * value_step]
+        row = (<real*>states.at + sequence * states.sequence + head * states.head
+               + i * states.key + value * states.value)
+        own = tile + i * key_step
+        if states.value == 1 and value_step == 1:
+            memcpy(own if load else row, row if load else own, values * sizeof(real))
+        else:
+            for j in range(values):
+                if load:
+                    own[j * value_step] = row[j * states.value]
+                else:
+                    row[j * states.value] = own[j * value_step]
 
 
 cdef void forward_tile(
@@ -276,10 +292,11 @@ cdef void forward_tile(
     cdef Py_ssize_t n = min(width, call.values - first), keys = call.keys
     cdef Py_ssize_t own = head // (call.value_heads // call.heads), t, l, following
     cdef Span span = find_span(call, sequence)
-    cdef real* tile = scratch
-    cdef real* u = tile + keys * width
+    cdef real* u = scratch
     cdef real* known = u + width
     cdef real* read = known + width
+    cdef real* tile = read + width
+    cdef Py_ssize_t step = width
     cdef real* q
     cdef real* k
     cdef real* v
@@ -287,18 +304,24 @@ cdef void forward_tile(
     cdef real* next_q
     cdef real* next_k
     cdef real decay = 1, beta, both, scale = <real>call.scale
-    memset(scratch, 0, (keys + 3) * width * sizeof(real))
-    move_state(&call.first, slot, head, first, keys, n, tile, width, 1, True)
-    # Before the first token nothing is written, and the state doesn't decay.
+    cdef bint in_place = call.first.at == call.last.at and call.first.value == 1
+    memset(scratch, 0, 3 * width * sizeof(real))
+    # For one token a copy of the state would cost more than the token.
+    in_place = in_place and call.last.at != NULL and n == width and span.end - span.begin == 1
+    if in_place:
+        tile = <real*>call.last.at + slot * call.last.sequence + head * call.last.head + first
+        step = call.last.key
+    else:
+        memset(tile, 0, keys * width * sizeof(real))
+        move_state(&call.first, slot, head, first, keys, n, tile, width, 1, True)
     for t in range(span.begin - 1, span.end):
         following = min(t + 1, span.end - 1)
         if following < span.begin:
             break
         next_q = row_of(&call.q, span.batch, following, own, decay)
         next_k = row_of(&call.k, span.batch, following, own, decay)
-        if t < span.begin:
-            k = next_k
-        else:
+        k = next_k
+        if t >= span.begin:
             q = row_of(&call.q, span.batch, t, own, decay)
             k = row_of(&call.k, span.batch, t, own, decay)
             v = row_of(&call.v, span.batch, t, head, decay) + first
@@ -311,11 +334,14 @@ cdef void forward_tile(
                 out = row_of(&call.out, span.batch, t, head, decay) + first
                 for l in range(n):
                     out[l] = scale * (decay * read[l] + both * u[l])
+        # The first pass writes nothing, and the last one reads nothing.
         if real is float:
-            turn_float(tile, keys, decay, k, u, next_k, next_q, known, read)
+            turn_float(t >= span.begin, t + 1 < span.end, tile, step, keys, decay, k, u, next_k,
+                       next_q, known, read)
         else:
-            turn_double(tile, keys, decay, k, u, next_k, next_q, known, read)
-    if call.last.at != NULL:
+            turn_double(t >= span.begin, t + 1 < span.end, tile, step, keys, decay, k, u, next_k,
+                        next_q, known, read)
+    if not in_place:
         move_state(&call.last, slot, head, first, keys, n, tile, width, 1, False)
 
 
@@ -434,8 +460,7 @@ cdef void backward_rows(
                 add_row(row_of(&call.dg, span.batch, t, head, scale), &dg, 1, begins)
             if call.dbeta.at != NULL:
                 add_row(row_of(&call.dbeta, span.batch, t, head, scale), &dbeta, 1, begins)
-    if call.dfirst.at != NULL:
-        move_state(&call.dfirst, sequence, head, first, keys, rows, dstate, 1, n, False)
+    move_state(&call.dfirst, sequence, head, first, keys, rows, dstate, 1, n, False)
 
 
 cdef void some_forward(
