@@ -45,6 +45,7 @@ cdef extern from *:
     #endif
     /* Vectors side by side, for whose sums there are registers. */
     #define PARTS 2
+    #define PASSED tile, step, keys, decay, key, u, next_key, next_query, known, read
 
     /* dot: the dot product of n numbers.
        turn: write a token into a tile of columns, and sum its rows times the next key and query, or
@@ -91,12 +92,9 @@ cdef extern from *:
             Py_ssize_t keys, real decay, const real *key, const real *u, const real *next_key, \\
             const real *next_query, real *known, real *read) { \\
         /* The compiler makes a loop for each. */ \\
-        if (writes && reads) \\
-            fusedops_pass_##real(1, 1, tile, step, keys, decay, key, u, next_key, next_query, known, read); \\
-        else if (writes) \\
-            fusedops_pass_##real(1, 0, tile, step, keys, decay, key, u, next_key, next_query, known, read); \\
-        else \\
-            fusedops_pass_##real(0, 1, tile, step, keys, decay, key, u, next_key, next_query, known, read); \\
+        if (writes && reads) fusedops_pass_##real(1, 1, PASSED); \\
+        else if (writes) fusedops_pass_##real(1, 0, PASSED); \\
+        else fusedops_pass_##real(0, 1, PASSED); \\
     } \\
     INLINE void fusedops_advance_##real(real *state, Py_ssize_t rows, Py_ssize_t n, real decay, \\
             real beta, const real *key, const real *v, real *missed, real *u, real *decayed) { \\
