@@ -3,6 +3,7 @@
     python tests/peer_conv.py causal_conv1d <clone of its repository> [arguments for pytest]
     python tests/peer_conv.py cpp_functions <clone of causal-conv1d> [arguments for pytest]
     python tests/peer_conv.py fla <clone of its repository> [arguments for pytest]
+    python tests/peer_conv.py fla_delta <clone of flash-linear-attention> [arguments for pytest]
     python tests/peer_conv.py vllm <clone of its repository> [arguments for pytest]
     python tests/peer_conv.py sglang <clone of its repository> [arguments for pytest]
 
@@ -93,6 +94,24 @@ def for_fla(clone: Path) -> str:
     return source
 
 
+def for_fla_delta(clone: Path) -> str:
+    """Import ours for the gated delta rule of flash-linear-attention; return its tests' source."""
+
+    def gates(g: Any, A_log: Any, dt_bias: Any = None) -> Any:
+        g = g.float() if dt_bias is None else g.float() + dt_bias
+        return -A_log.exp() * torch.nn.functional.softplus(g)
+
+    flags = ("INTEL_ALCHEMIST", "NPU", "NVIDIA_BLACKWELL", "NVIDIA_HOPPER", "NVIDIA_SM100")
+    own = {f"IS_{flag}": False for flag in (*flags, "NVIDIA_SM120")}
+    module("fla.utils", assert_close=close, device=DEVICE, **own)
+    folder = "fla.ops.gated_delta_rule"
+    module(folder, **ours(fla)).__path__ = [str(clone / folder.replace(".", "/"))]
+    module(f"{folder}.gate", naive_gdn_gate=gates, fused_gdn_gate=None)
+    # A test of a part of its kernels.
+    module(f"{folder}.wy_fast", prepare_wy_repr_bwd=None, recompute_w_u_fwd=None)
+    return (clone / "tests/ops/test_gdn.py").read_text()
+
+
 def for_vllm(clone: Path) -> str:
     """Import ours for vLLM's functions; return the source of its tests."""
     module("vllm.model_executor.layers.mamba.ops.causal_conv1d", **ours(vllm))
@@ -137,6 +156,7 @@ if __name__ == "__main__":
         "causal_conv1d": for_causal_conv1d,
         "cpp_functions": partial(for_causal_conv1d, compiled_only=True),
         "fla": for_fla,
+        "fla_delta": for_fla_delta,
         "vllm": for_vllm,
         "sglang": for_sglang,
     }
