@@ -121,7 +121,8 @@ products.LEAST = 1
 from gpukern.trimul import plan
 plan.FEW = 0
 """
-SMALL = "conv", "density", "generated", "harmonics", "planarity", "scatter", "so2", "wigner"
+SMALL = "conv", "delta", "density", "generated", "harmonics", "planarity", "scatter", "so2"
+SMALL += ("wigner",)
 
 
 @pytest.mark.compiles
@@ -131,7 +132,7 @@ SMALL = "conv", "density", "generated", "harmonics", "planarity", "scatter", "so
         (SMALL, "float32", 90, ""),
         (SMALL, "float64", 80, ""),
         (("trimul", "so2"), "float32", 90, EMULATED + HALVES),
-        (("so2",), "float32", 100, EMULATED + HALVES),
+        (("so2", "delta"), "float32", 100, EMULATED + HALVES),
         (("trimul", "generated"), "float32", 80, EMULATED),
     ],
     ids=["hopper", "float64 on ampere", "halves", "halves on blackwell", "emulated on ampere"],

@@ -86,7 +86,7 @@ def at(places, examples=EXAMPLES):
 few = pytest.mark.interpreted_slow(
     example=(
         *("planarity-weighted", "conv", "conv-packed-static", "forth-packed", "back", "degree"),
-        *("scatter", "gather", "density-iso", "triangle-hidden"),
+        *("scatter", "gather", "density-iso", "triangle-hidden", "delta"),
     )
 )
 

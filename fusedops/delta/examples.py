@@ -54,7 +54,7 @@ def cases() -> list[Case]:
         found.append(Case(name, delta, lambda: make(False), terms))
         found.append(Case(name, delta_vjp, lambda: make(True), terms))
 
-    add("delta", (2, 70, 2, 24, 40), groups=2)
+    add("delta", (2, 70, 1, 24, 40), groups=2)
     add("delta-bare", (2, 19, 1, 3, 5), state=False)
     add("delta-packed", (1, 136, 2, 5, 9), cu_seqlens=[0, 0, 3, 67, 67, 68, 136])
     add("delta-wide", (1, 5, 1, 130, 66))
