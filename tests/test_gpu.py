@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 import fusedops  # noqa: E402
 from contract import capture  # noqa: E402
 from fusedops._frame import primitive as primitives  # noqa: E402
+from fusedops.delta.examples import attention  # noqa: E402
 from fusedops.planarity.op import nll  # noqa: E402
 from fusedops.samples import atoms_in, pair, protein  # noqa: E402
 from fusedops.testing import CASES, TOLERANCE, check, error  # noqa: E402
@@ -38,6 +39,7 @@ def equal(one, other):
 
 # One case of every primitive.
 DAILY = ("chain-uniform", "jet", "uma", "l2-dense", "torchref", "protein-iso", "openfold")
+DAILY += ("delta", "delta-step")
 
 
 def matrix():
@@ -834,6 +836,49 @@ def convolution_step():
     return run, [x, state, states]
 
 
+def attention_on_gpu(*sizes, dtype=torch.float32, **options):
+    """Return the leaves q, k, v, g, beta and the initial state, and the other arguments."""
+    given = attention(np.random.default_rng(0), *sizes, raw=True, **options)
+    leaves = [
+        torch.tensor(given.pop(name), dtype=dtype, device="cuda", requires_grad=True)
+        for name in ("q", "k", "v", "g", "beta", "initial_state")
+    ]
+    if "cu_seqlens" in given:
+        given["cu_seqlens"] = torch.tensor(given["cu_seqlens"], device="cuda")
+    return leaves, given | {"output_final_state": True}
+
+
+def attention_and_gradients(leaves, given, **options):
+    *tokens, state = leaves
+    outputs = fusedops.gated_delta_rule(*tokens, initial_state=state, **given, **options)
+    loss = sum(out.square().sum() for out in outputs)
+    return [result.detach() for result in (*outputs, *torch.autograd.grad(loss, leaves))]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_chunks_of_attention_grow_with_the_tokens(packed):
+    """In a backward pass over very many tokens, a chunk is several of those that are listed."""
+    leaves, given = attention_on_gpu(3, 17000, 1, 16, 8, dtype=torch.float64, packed=packed)
+    got = attention_and_gradients(leaves, given)
+    want = attention_and_gradients(leaves, given, backend="torch")
+    for one, other in zip(got, want, strict=True):
+        assert error(one.cpu(), other.cpu()) < 1e-10
+
+
+def attention_step():
+    leaves, given = attention_on_gpu(4, 300, 2, 24, 40, packed=True)
+    states = torch.randn(300, 4, 24, 40, device="cuda")
+
+    def run():
+        decoded = states.clone()
+        with torch.no_grad():
+            token = [leaf[0] for leaf in leaves[:5]]
+            step = fusedops.gated_delta_rule_step(*token, decoded)
+        return [step, decoded, *attention_and_gradients(leaves, given)]
+
+    return run, [leaves[0], leaves[5], states]
+
+
 def rotation_step():
     x, edges, wigner = graph_on_gpu()
     index = torch.stack([edges.tensors_here()[0], edges.tensors_here()[1]])
@@ -879,6 +924,7 @@ def triangle_step(*variant):
 EXACT = {
     "planarity": planarity_step,
     "convolution": convolution_step,
+    "attention": attention_step,
     "rotations": rotation_step,
     "training": training_step,
     **{name: partial(triangle_step, *variant) for name, variant in TRIANGLES.items()},
@@ -966,6 +1012,17 @@ def convolution_of_size(tokens, skip, batch):
     torch.autograd.grad(out.sum(), (strided, kernels))
 
 
+def attention_of_size(tokens, skip, batch):
+    leaves, given = attention_on_gpu(batch, tokens, 2, 24, 40)
+    want = attention_and_gradients(leaves, given)
+    apart = [torch.zeros(*leaf.shape[:-1], leaf.shape[-1] + skip, device="cuda") for leaf in leaves]
+    views = [wide[..., skip:] for wide in apart]
+    for view, leaf in zip(views, leaves, strict=True):
+        view.copy_(leaf.detach())
+    got = attention_and_gradients([view.requires_grad_() for view in views], given)
+    equal(got, want)
+
+
 def rotation_of_size(nodes, count, skip):
     x, edges, wigner = graph_on_gpu(nodes, count)
     padded = torch.zeros(x.numel() + skip, device="cuda")
@@ -1016,6 +1073,11 @@ TRIANGLE_SIZES = [
             ],
         ),
         (
+            attention_of_size,
+            [(16, 0, 2)],
+            [(tokens, skip, 3) for tokens in (1, 64, 65, 1000) for skip in (0, 1, 4)],
+        ),
+        (
             rotation_of_size,
             [(16, 16, 0), (16, 16, 1)],
             [
@@ -1035,7 +1097,7 @@ TRIANGLE_SIZES = [
         ),
     ],
     ids=[
-        *("planarity", "convolution", "rotations"),
+        *("planarity", "convolution", "attention", "rotations"),
         *("triangle", "triangle-fp16", "triangle-bfloat16", "triangle-many"),
     ],
 )
