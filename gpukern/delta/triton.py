@@ -64,6 +64,14 @@ def _kept(
 
 
 @triton.jit
+def _sum(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sum the rows of a tile, in several sums side by side, as an addition waits for the last."""
+    if ROWS > 16:
+        tile = tl.sum(tl.reshape(tile, (ROWS // 16, 16, COLUMNS)), 0)
+    return tl.sum(tile, 0)
+
+
+@triton.jit
 def _token(arrays, strides, t, live, key, value, K: tl.constexpr, V: tl.constexpr):
     """Load a token's rows of two arrays with K columns and one with V, its gate and its beta."""
     one, other, row, g, beta = arrays
@@ -125,13 +133,13 @@ def _forward_kernel(
             now, later = later, _token(arrays, by_token, t + 2, t + 2 < end, key, value, K, V)
             k_t = k_t.to(FLOAT)[:, None]
             S *= tl.exp(g_t.to(FLOAT))
-            r = v_t.to(FLOAT) - tl.sum(S * k_t, 0)
+            r = v_t.to(FLOAT) - _sum(S * k_t, KEYS, VALUES)
             S += k_t * (b.to(FLOAT) * r)[None, :]
             at = ((batch * tokens + t) * HV + head) * V + value
             if missed is not None:
                 tl.store(missed + at, r, mask=value < V)
             if out is not None:
-                o = SCALE * tl.sum(S * q_t.to(FLOAT)[:, None], 0)
+                o = SCALE * _sum(S * q_t.to(FLOAT)[:, None], KEYS, VALUES)
                 o = tl.where(live, o, 0.0)
                 tl.store(out + at, o.to(out.dtype.element_ty), mask=value < V)
             t += 1
@@ -181,7 +189,7 @@ def _backward_kernel(
             now, later = later, _token(arrays, by_token, t - 2, t - 2 >= begin, key, value, K, V)
             q_t, k_t = q_t.to(FLOAT)[:, None], k_t.to(FLOAT)[:, None]
             dS += q_t * (SCALE * do.to(FLOAT))[None, :]
-            into = tl.sum(dS * k_t, 0)
+            into = _sum(dS * k_t, KEYS, VALUES)
             dr = b.to(FLOAT) * into
             dS = tl.exp(g_t.to(FLOAT)) * (dS - k_t * dr[None, :])
             at = (t * HV + head) * V + value
@@ -240,17 +248,17 @@ def _chunk_kernel(
         into = tl.load(du + at * V + value, mask=value < V, other=0.0)
         do = tl.load(dout + at * V + value, mask=value < V, other=0.0).to(FLOAT)
         S *= tl.exp(tl.load(g + at).to(FLOAT))
-        read = tl.sum(S * (b * into)[:, None], 0)
+        read = _sum(S * (b * into)[:, None], VALUES, KEYS)
         tl.store(dk + 2 * at * K + key, -read, mask=key < K)
         S += (b * r)[:, None] * k_t[None, :]
-        tl.store(dq + at * K + key, SCALE * tl.sum(S * do[:, None], 0), mask=key < K)
+        tl.store(dq + at * K + key, SCALE * _sum(S * do[:, None], VALUES, KEYS), mask=key < K)
         if dbeta is not None:
             if tile == 0:
                 tl.store(dbeta + at, tl.sum(r * into, 0).to(dbeta.dtype.element_ty))
         t += 1
     dS = tl.load(_kept(dstates, row, head, keys, values, K, V, HV), mask=there, other=0.0)
     # A state times its cotangent, summed, is the cotangent of the next token's gate.
-    product = tl.sum(S * dS, 0)
+    product = _sum(S * dS, VALUES, KEYS)
     # The rows that are written above are read below, by other threads.
     tl.debug_barrier()
     while t > first:
@@ -264,7 +272,7 @@ def _chunk_kernel(
         into = tl.load(du + at * V + value, mask=value < V, other=0.0)
         do = tl.load(dout + at * V + value, mask=value < V, other=0.0).to(FLOAT)
         dS += (SCALE * do)[:, None] * q_t[None, :]
-        written = tl.sum(dS * (b * r)[:, None], 0)
+        written = _sum(dS * (b * r)[:, None], VALUES, KEYS)
         tl.store(dk + (2 * at + 1) * K + key, written, mask=key < K)
         if dg is not None:
             from_read = tl.load(dk + 2 * at * K + key, mask=key < K, other=0.0)
