@@ -24,12 +24,16 @@ from fusedops.conv.plan import (
     spans,
 )
 
-# The tokens of a chunk, whose values are solved for together.
-_CHUNK = 64
+# The tokens of a chunk, solved for together: with more of them float32 would lose digits.
+_CHUNK = 32
 
 
 def _transposed(x: Any) -> Any:
     return x.swapaxes(-1, -2)
+
+
+def _sums_before(x: Any) -> Any:
+    return x.cumsum(-1) - x
 
 
 class _Chunk:
@@ -88,14 +92,14 @@ class _Chunk:
         dk = _transposed(dattention) @ q + (doverlap + _transposed(doverlap)) @ k
         dk = dk + self.rest * (u @ _transposed(dnext)) - self.since * (dv @ _transposed(state))
         dbeta = (w * self.missed).sum(-1)[..., None]
-        # Each decay is an exponential of differences of γ, and times its cotangent gives γ's.
+        # A gate is in the decays that begin before its token, and end with it or later.
         turned = dread * self.attention + dmissed * self.overlap
-        left = (self.rest * into * u).sum(-1)[..., None]
-        dwithin = turned.sum(-1)[..., None] - turned.sum(-2)[..., None]
-        dwithin = dwithin + ((q * from_state).sum(-1) - (dv * self.known).sum(-1))[..., None] - left
-        ended = left.sum(-2) + self.since[..., -1, :] * (state * dnext).sum((-1, -2))[..., None]
-        # A g is in the sums of all tokens from its own on, and the last sum ends the chunk.
-        dg = dwithin.sum(-2)[..., None, :] - dwithin.cumsum(-2) + dwithin + ended[..., None, :]
+        across = (q * from_state).sum(-1) - (dv * self.known).sum(-1)
+        left = (self.rest * into * u).sum(-1)
+        whole = self.since[..., -1, :] * (state * dnext).sum((-1, -2))[..., None]
+        xp = namespace(q)
+        dg = xp.tril(_sums_before(turned)).sum(-2) + _sums_before(left) + whole
+        dg = (dg + xp.flip(xp.flip(across, (-1,)).cumsum(-1), (-1,)))[..., None]
         dstate = self.since[..., -1:, :] * dnext + scale * _transposed(self.since * q) @ do
         dstate = dstate - _transposed(self.since * k) @ dv
         return dstate, dq, dk, dv, dg, dbeta
@@ -391,7 +395,7 @@ def gated_delta_rule(
     keeps none of them. ``gated_delta_rule.vjp`` returns gradients for the arrays that were given,
     in the order q, k, v, g, beta, initial_state. The kernels on a CPU take one token after the
     other, with a part of the state in the nearest cache; arrays of 16 bits are computed in float32.
-    The definition, which also serves derivatives from the second on, takes chunks of 64 tokens.
+    The definition, which also serves derivatives from the second on, takes chunks of 32 tokens.
 
     References
     ----------
