@@ -1,8 +1,11 @@
-"""Layouts of arrays for compiled kernels of several ops."""
+"""Layouts of arrays for kernels of several ops."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+import numpy as np
 
 
 def laid_out(array: Any, contiguous: int) -> Any:
@@ -16,3 +19,11 @@ def laid_out(array: Any, contiguous: int) -> Any:
             return array.copy(order="C")
         step *= array.shape[axis]
     return array
+
+
+def as_rows(array: Any, row: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Return C-contiguous rows of one shape; no rows for None."""
+    if array is None:
+        return np.empty((0, *row), dtype)
+    leading = array.shape[: array.ndim - len(row)]
+    return np.ascontiguousarray(array).reshape(math.prod(leading), *row)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from cpukern.jit import jit
+from cpukern.layout import as_rows
 from cpukern.vectors_numba import sigmoid, swish
 from fusedops._frame.registry import register
 from fusedops._host.threads import in_parallel
@@ -218,15 +219,7 @@ def _tokens(x: np.ndarray) -> np.ndarray:
         rows = np.empty(x.shape, x.dtype)
         _in_parallel(lambda *some: _copy_channels(*some, x, rows), B * -(-T // CHUNK), x.size)
         x = rows
-    return _rows(x, (D,), x.dtype)
-
-
-def _rows(array: Any, row: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return C-contiguous rows of one shape; no rows for None."""
-    if array is None:
-        return np.empty((0, *row), dtype)
-    leading = array.shape[: array.ndim - len(row)]
-    return np.ascontiguousarray(array).reshape(math.prod(leading), *row)
+    return as_rows(x, (D,), x.dtype)
 
 
 def _states(states: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -251,9 +244,9 @@ def _arguments(a: Any) -> tuple[np.ndarray, ...]:
         np.concatenate([sequences.chunks, np.stack([empty, starts[empty]], axis=1)]),
         starts,
         _tokens(x),
-        _rows(a.kernels, (D, W), x.dtype),
+        as_rows(a.kernels, (D, W), x.dtype),
         _states(a.initial_state, (W, D), x.dtype),
-        _rows(a.bias, (D,), x.dtype),
+        as_rows(a.bias, (D,), x.dtype),
     )
 
 
@@ -265,8 +258,8 @@ def _in_parallel(work: Callable[[int, int], None], items: int, products: int) ->
 def dynamic_conv(a: Any, y: Any) -> None:
     x, (D, W) = a.x, a.kernels.shape[-2:]
     arguments = _arguments(a)
-    added = _rows(None, (D,), x.dtype) if a.residual is None else _tokens(a.residual)
-    outputs = _rows(y.out, (D,), x.dtype), _rows(y.final_state, (D, W), x.dtype)
+    added = as_rows(None, (D,), x.dtype) if a.residual is None else _tokens(a.residual)
+    outputs = as_rows(y.out, (D,), x.dtype), as_rows(y.final_state, (D, W), x.dtype)
     _in_parallel(
         lambda low, high: _conv_chunks(
             low, high, *arguments, a.activation == "silu", added, *outputs
@@ -284,14 +277,14 @@ def dynamic_conv_vjp(a: Any, y: Any) -> None:
     blocks = min(len(arguments[0]), _BLOCKS)
     per_token = a.kernels.ndim == 4
     if per_token:
-        dtaps = _rows(dkernels, (D, W), x.dtype)
+        dtaps = as_rows(dkernels, (D, W), x.dtype)
     else:
         dtaps = np.zeros((0 if dkernels is None else blocks, D, W))
     dstates = np.empty((0 if dinitial_state is None else len(dinitial_state), W, D), x.dtype)
     dbiases = np.zeros((0 if dbias is None else blocks, D))
     block_ptr = len(arguments[0]) * np.arange(blocks + 1) // max(blocks, 1)
     given = _tokens(a.dout), _states(a.dfinal_state, (W, D), x.dtype)
-    outputs = _rows(dx, (D,), x.dtype), dtaps, per_token, dstates, dbiases
+    outputs = as_rows(dx, (D,), x.dtype), dtaps, per_token, dstates, dbiases
     _in_parallel(
         lambda low, high: _vjp_blocks(
             low, high, block_ptr, *arguments, a.activation == "silu", *given, *outputs
@@ -317,7 +310,7 @@ def dynamic_conv_step(a: Any, y: Any) -> None:
     added = np.empty((0, *x.shape[1:]), x.dtype) if residual is None else residual.reshape(x.shape)
     if kernels.ndim < 4:
         kernels = kernels[None, None] if kernels.ndim == 2 else kernels[:, None]
-    arrays = x, a.state, kernels, _rows(a.bias, x.shape[2:], x.dtype), added
+    arrays = x, a.state, kernels, as_rows(a.bias, x.shape[2:], x.dtype), added
     places = [
         np.empty(0, np.int64) if array is None else array.astype(np.int64)
         for array in (a.slots, a.positions)
