@@ -1,0 +1,248 @@
+"""The gated delta rule's mathematics and arguments, on the reference and the kernels."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+import contract
+import fusedops
+import guarded
+from contract import same, tensor
+from fusedops._catalogue import Problem
+from fusedops.testing import TOLERANCE, error
+from places import EXACT, FILLING, interpreted, needs_linux
+
+pytestmark = interpreted
+
+(DENSE,) = (example for example in contract.EXAMPLES if example.name == "delta")
+
+
+def recurrence(
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None
+):
+    """Return the rule, one token after the other, and the last states."""
+    (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
+    q, k = (np.repeat(x, HV // H, 2) for x in (q, k))
+    scale = K**-0.5 if scale is None else scale
+    spans = [(b, 0, T) for b in range(B)]
+    if cu_seqlens is not None:
+        starts = getattr(cu_seqlens, "cu_seqlens", cu_seqlens).tolist()
+        spans = [(0, *edges) for edges in itertools.pairwise(starts)]
+    out, finals = np.empty(v.shape), np.zeros((len(spans), HV, K, V))
+    for s, (b, start, end) in enumerate(spans):
+        S = finals[s]
+        S += 0 if initial_state is None else initial_state[s]
+        for t in range(start, end):
+            S *= np.exp(g[b, t])[:, None, None]
+            u = v[b, t] - np.einsum("hkv,hk->hv", S, k[b, t])
+            S += np.einsum("hk,hv,h->hkv", k[b, t], u, beta[b, t])
+            out[b, t] = scale * np.einsum("hkv,hk->hv", S, q[b, t])
+    return (out, finals) if output_final_state else out
+
+
+def test_the_formula():
+    choices = {"scale": (None, -0.3), "output_final_state": (False, True)}
+    contract.compare(fusedops.gated_delta_rule, recurrence, **choices)
+
+
+def problem(size=(3, 140, 2, 20, 33), dtype="float64"):
+    return DENSE.of(size).astype(dtype)
+
+
+def close(got, want, times=8):
+    assert error(got, want) <= times * TOLERANCE[str(got.dtype)]
+
+
+def test_a_prefill_in_chunks_and_decoding_equal_one_call(backend):
+    """A decoder goes on from the states of a prefill, by one token at a time or by several."""
+    p = problem(dtype="float32")
+    tokens = {name: p.arguments[name] for name in ("q", "k", "v", "g", "beta")}
+    options = {"scale": 0.5, "backend": backend}
+    want, final = fusedops.gated_delta_rule(**p.arguments, backend=backend)
+    outs, state = [], p.arguments["initial_state"]
+    for low, high in itertools.pairwise([0, 1, 34, 34, 100]):
+        some = {name: x[:, low:high] for name, x in tokens.items()}
+        out, state = fusedops.gated_delta_rule(
+            **some, initial_state=state, output_final_state=True, **options
+        )
+        outs.append(out)
+    for low, high in itertools.pairwise([*range(100, 120), 123, 123, 140]):
+        at = low if high == low + 1 else slice(low, high)
+        some = {name: x[:, at] for name, x in tokens.items()}
+        out = fusedops.gated_delta_rule_step(**some, state=state, **options)
+        outs.append(out.reshape(len(out), high - low, *want.shape[2:]))
+    for got, expected in ((np.concatenate(outs, 1), want), (state, final)):
+        assert np.abs(got - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def test_every_sequence_is_computed_as_if_alone(quick):
+    """Sequences may be packed, or each in a call of its own."""
+    lengths = [0, 3, 64, 65, 0, 1]
+    cu_seqlens = np.cumsum([0, *lengths])
+    p = problem((1, cu_seqlens[-1], 2, 5, 9))
+    states = np.random.default_rng(1).normal(size=(2, len(lengths), 4, 5, 9))
+
+    def of(arrays, s):
+        """Return a sequence's part of the outputs and gradients."""
+        tokens = slice(*cu_seqlens[s : s + 2])
+        return [x[s : s + 1] if x.ndim == 4 and len(x) > 1 else x[:, tokens] for x in arrays]
+
+    arguments = {**p.arguments, "initial_state": states[0], "cu_seqlens": cu_seqlens}
+    cotangents = p.cotangents[0], states[1]
+    together = contract.solve(quick, Problem(DENSE, arguments, cotangents))
+    for s in range(len(lengths)):
+        alone = dict(zip(p.leaves, of([arguments[name] for name in p.leaves], s), strict=True))
+        alone |= {"scale": p.arguments["scale"], "output_final_state": True}
+        results = contract.solve(quick, Problem(DENSE, alone, tuple(of(cotangents, s))))
+        for got, want in zip(of(together, s), results, strict=True):
+            (same if quick[1] in EXACT else close)(got, want)
+
+
+def test_shared_heads_equal_repeated_heads(quick):
+    p = problem((2, 40, 2, 5, 9))
+    repeated = p.but(**{name: np.repeat(p.arguments[name], 2, 2) for name in ("q", "k")})
+    results = contract.solve(quick, p), contract.solve(quick, repeated)
+    for name, got, want in zip(("out", "final_state", *p.leaves), *results, strict=True):
+        if name in ("q", "k"):
+            close(got, want.reshape(2, 40, 2, 2, 5).sum(3))
+        else:
+            contract.agree(p, quick[1], got, want)
+
+
+def step_arguments(T=None):
+    rng = np.random.default_rng(0)
+    lead = (3,) if T is None else (3, T)
+    q, k = rng.normal(size=(2, *lead, 2, 4))
+    v, g, beta = (rng.normal(size=(*lead, *shape)) for shape in ((4, 5), (4,), (4,)))
+    return {"q": q, "k": k / 2, "v": v, "g": g, "beta": beta}
+
+
+def step(place, state, arrays):
+    """Return the step's result for arrays, as an array; the state is the framework's."""
+    if place[0] == "torch":
+        arrays = {name: tensor(x) for name, x in arrays.items()}
+    return np.asarray(fusedops.gated_delta_rule_step(**arrays, state=state, backend=place[1]))
+
+
+VIEWS = {
+    "transpose": lambda cache: cache[1, 1:6, 2:6, 3:8, 2:6].swapaxes(2, 3),
+    "strided": lambda cache: cache[1, 1:6, ::2, 1::2, :9:2],
+    "backwards": lambda cache: cache[1, 5:0:-1, 6:2:-1, 6:2:-1, 6:1:-1],
+}
+
+
+@pytest.mark.parametrize("T", [None, 3])
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_state_is_updated_where_it_lies(place, view, T):
+    """Other elements of a cache stay, as states do that only padding names."""
+    if view == "backwards" and place[0] == "torch":
+        pytest.skip("tensors have no negative strides")
+    view, given = VIEWS[view], step_arguments(T)
+    given["slots"] = np.array([4, -1, 1])
+    cache = np.full((3, 7, 8, 9, 9), 7.0)
+    alone = np.random.default_rng(1).normal(size=(5, 4, 4, 5))
+    view(cache)[...] = alone
+    whole = tensor(cache) if place[0] == "torch" else cache
+    out = step(place, view(whole), given)
+    close(out, step(("numpy", "numpy"), alone, given))
+    close(view(cache), alone)
+    assert not out[1].any()
+    view(cache)[...] = 7.0
+    assert (cache == 7.0).all()
+
+
+def test_the_number_of_threads_changes_no_step(exact, several_threads):
+    results = []
+    try:
+        for threads in (1, 2, 16):
+            fusedops.set_num_threads(threads)
+            several_threads.clear()
+            state = np.ones((3, 4, 4, 5))
+            results.append((step(("numpy", exact), state, step_arguments(T=5)), state))
+            assert set(several_threads) == {threads}
+    finally:
+        fusedops.set_num_threads(None)
+    for got in results[1:]:
+        for one, other in zip(got, results[0], strict=True):
+            same(one, other)
+
+
+READ_ONLY = np.ones((3, 4, 4, 5))
+READ_ONLY.flags.writeable = False
+STATE = np.ones((3, 4, 4, 5))
+BAD = {
+    "v has shape .3, 1, 4, 5.; it should have 3 dimensions": {"v": np.ones((3, 1, 4, 5))},
+    "beta has shape .3, 1, 4.; it should have 2 dimensions, since q": {"beta": np.ones((3, 1, 4))},
+    "scale is inf; it should be a finite number": {"scale": np.inf},
+    "state has dtype float32; it should hold float64": {"state": np.ones((3, 4, 4, 5), "f4")},
+    "state overlaps itself": {"state": np.broadcast_to(STATE[:1], STATE.shape)},
+    "state is read-only; it should be writable": {"state": READ_ONLY},
+    "g shares memory with state; it should not": {"g": STATE[..., 0, 0], "state": STATE},
+    "slots has 3; it should be below 3, the number of states": {"slots": np.array([0, 3, -1])},
+    "slots has 1 twice; every sequence should have a state": {"slots": np.array([1, -1, 1])},
+    "slots has dtype float64; it should be int": {"slots": np.ones(3)},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input_leaves_the_state_as_it_was(message):
+    given = {**step_arguments(), "state": np.ones((3, 4, 4, 5)), **BAD[message]}
+    with pytest.raises((TypeError, ValueError), match=f"^gated_delta_rule_step: {message}"):
+        fusedops.gated_delta_rule_step(**given)
+    assert (given["state"] == 1).all()
+
+
+def test_bad_arguments_of_the_rule():
+    p = problem((2, 3, 2, 4, 5))
+    three = {name: p.arguments[name][:, :, :3] for name in ("v", "g", "beta")}
+    for message, changes in {
+        "v has 3 heads; it should have a multiple of 2, the": three | {"initial_state": None},
+        "scale is -inf; it should be a finite number": {"scale": -np.inf},
+        "q has shape .2, 3, 2, 4.; with cu_seqlens it should be .1, T": {"cu_seqlens": [0, 3]},
+    }.items():
+        with pytest.raises(ValueError, match=f"^gated_delta_rule: {message}"):
+            fusedops.gated_delta_rule(**{**p.arguments, **changes})
+
+
+GUARDED = """
+import numpy as np
+from fusedops import Sequences
+from fusedops.delta.op import delta, delta_step, delta_vjp
+from guarded import fill, guarded
+
+rng = np.random.default_rng(0)
+(T, H, HV, K, V), N = (TOKENS, 1, 2, 3, 5), 2
+heads = [(H, K), (H, K), (HV, V), (HV,), (HV,)]
+for at_the_end in (True, False):
+    for cu_seqlens in ([0, 0, 1, T], [0, 2, 75, 80]):
+        states, out = (len(cu_seqlens) - 1, HV, K, V), (1, T, HV, V)
+        shapes = [*[(1, T, *shape) for shape in heads], states, out, states]
+        for primitive in (delta, delta_vjp):
+            own = shapes[: len(primitive.arrays)]
+            arrays = [guarded(0.4 * rng.normal(size=shape), at_the_end) for shape in own]
+            given = primitive.Arguments(*arrays, Sequences(np.array(cu_seqlens)), 0.5)
+            described = primitive.describe(given)
+            outputs = [guarded(np.full(shape, 5.0), at_the_end) for shape, _ in described]
+            fill(primitive, given, outputs)
+            # Where sequences lie about the tokens, results are any numbers.
+            want = primitive.formula(given) if cu_seqlens[-1] == T else outputs
+            for a, b in zip(outputs, want):
+                np.testing.assert_allclose(a, b, atol=1e-10)
+    slots = np.array([N, -5, 1, 1 << 40])
+    shapes = [*[(len(slots), *shape) for shape in heads], (N, HV, K, V)]
+    arrays = [guarded(0.4 * rng.normal(size=shape), at_the_end) for shape in shapes]
+    given = delta_step.Arguments(*arrays, guarded(slots, at_the_end), 0.5)
+    out, first = guarded(np.ones((len(slots), HV, V)), at_the_end), arrays[5][0].copy()
+    fill(delta_step, given, [out])
+    assert not out[[0, 1, 3]].any() and out[2].all() and (arrays[5][0] == first).all()
+"""
+
+
+@needs_linux
+@pytest.mark.parametrize("place", FILLING, ids="-".join)
+def test_nothing_beyond_the_arrays_is_touched(place):
+    """Sequences and slots may lie."""
+    guarded.run(place, GUARDED, TOKENS=8 if place[1] == "triton" else 70)
