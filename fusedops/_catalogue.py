@@ -100,8 +100,9 @@ class Example:
     Only `leaves` have a gradient. An element sums `terms` products, or `many` of the `large` size.
     Where `exact` is False, results depend on layout and threads, by roundings. Derivatives of a
     `slow` example are checked along random directions alone. Optional arrays that are `needed` fit
-    the others, which fewer of them would not. Where it `packs` an argument, `make` has an option
-    ``raw`` for the same argument as every call reads it anew.
+    the others, which fewer of them would not. Results grow without bounds for other numbers in
+    `bounded` arrays than `make`'s. Where it `packs` an argument, `make` has an option ``raw`` for
+    the same argument as every call reads it anew.
     """
 
     name: str
@@ -118,6 +119,7 @@ class Example:
     many: int = 0
     slow: bool = False
     needed: tuple[str, ...] = ()
+    bounded: tuple[str, ...] = ()
     packs: bool = False
 
     def problem(self, size: str = "small", dtype: str = "float64") -> Problem:

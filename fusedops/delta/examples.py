@@ -117,6 +117,7 @@ def examples() -> list[Example]:
             others=((4, 467, 11, 3, 7), (6, 14, 11, 3, 7), (5, 76, 11, 3, 7)),
             terms=4096,
             slow=True,
+            bounded=("k", "g", "beta"),
             packs=bool(suffix),
         )
         for suffix in ("", "-packed")
@@ -145,6 +146,7 @@ def updates() -> list[Example]:
             large=(16, 4, 40, 70),
             others=((3, 2, 3, 4), (9, 2, 3, 4), (12, 2, 3, 4)),
             terms=4096,
+            bounded=("k", "g", "beta"),
         )
     ]
 

@@ -69,7 +69,7 @@ def build(known: dict[str, Example], d: dict[str, Any]) -> Problem:
         if isinstance(value, np.ndarray) and value.dtype == np.int64:
             given[name] = value.astype(d["index"])
     arrays = {
-        name: of_kind(rng, value, d["values"])
+        name: value if name in example.bounded else of_kind(rng, value, d["values"])
         for name, value in given.items()
         if isinstance(value, np.ndarray)
         and value.dtype.kind == "f"
@@ -109,6 +109,7 @@ def build(known: dict[str, Example], d: dict[str, Any]) -> Problem:
         smooth=d["values"] == "normal",
         natural=0.0 if example.exact else 1.0,
         summed=True,
+        bounded=example.bounded,
         exact=example.exact,
         # All elements may meet in one sum.
         terms=terms,

@@ -50,7 +50,7 @@ class Truth:
         p = self.problem
         cotangents = self.cotangents if gradient else []
         if absolute:
-            arrays = {name: np.abs(array) for name, array in arrays.items()}
+            arrays = {n: a if n in p.bounded else np.abs(a) for n, a in arrays.items()}
             cotangents = [np.abs(c) for c in cotangents]
         if not self.deferred:
             given = {name: array.copy() for name, array in arrays.items()}

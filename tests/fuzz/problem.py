@@ -31,6 +31,8 @@ class Problem:
         From `constants` to the same as packed arguments.
     summed : bool
         Whether errors are relative to results of the arrays' magnitudes, too.
+    bounded : tuple of str
+        The arrays whose numbers stay as they are beside magnitudes.
     natural : float
         The least size that errors are relative to, for sums which may cancel to nothing.
     condition : callable, optional
@@ -63,6 +65,7 @@ class Problem:
     pack: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     natural: float = 0.0
     summed: bool = False
+    bounded: tuple[str, ...] = ()
     condition: Callable[[Mapping[str, Any]], float] | None = None
     exact: bool = True
     terms: int = 0
