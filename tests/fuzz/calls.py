@@ -10,7 +10,7 @@ import hypothesis
 import numpy as np
 from hypothesis import strategies as st
 
-from fusedops._catalogue import Example
+from fusedops._catalogue import Example, tuple_of
 
 from .arrays import MEDIUM, SMALL, common
 from .checks import REFUSALS
@@ -82,7 +82,10 @@ def build(known: dict[str, Example], d: dict[str, Any]) -> Problem:
     options = {name: value for name, value in given.items() if plain(value)}
 
     def reference(**arrays: np.ndarray) -> Any:
-        return op(**arrays, **constants, **options, backend="numpy")
+        arrays = {n: a.copy() if n in op.primitive.mutates else a for n, a in arrays.items()}
+        out = op(**arrays, **constants, **options, backend="numpy")
+        updated = [arrays[name] for name in op.primitive.mutates]
+        return (*tuple_of(out), *updated) if updated else out
 
     try:
         reference(**arrays)
@@ -94,7 +97,8 @@ def build(known: dict[str, Example], d: dict[str, Any]) -> Problem:
     for name, value in constants.items():
         # Where an array is empty, no index may be read.
         if isinstance(value, np.ndarray) and value.dtype.kind == "i" and all(sizes):
-            for shift in (2**30, -(2**30)):
+            # A negative slot is padding.
+            for shift in (2**30,) if name == "slots" else (2**30, -(2**30)):
                 moved = value.copy()
                 moved.reshape(-1)[-1] += shift
                 bad.append((name, moved))
@@ -115,6 +119,7 @@ def build(known: dict[str, Example], d: dict[str, Any]) -> Problem:
         terms=terms,
         gradient_terms=4 * terms,
         differentiable=op.primitive.pullback is not None,
+        mutated=op.primitive.mutates,
         bad=bad,
     )
 

@@ -17,7 +17,7 @@ import hypothesis
 import numpy as np
 from hypothesis import strategies as st
 
-from fusedops._catalogue import Example, families
+from fusedops import _catalogue
 from fusedops._frame import registry
 from fusedops.testing import poisoned_outputs
 
@@ -30,12 +30,11 @@ from .problem import Family
 OWN = [module.FAMILY for module in (conv, crystal, density, planarity, trimul)]
 #: The families with a module here, and one of every other op of the catalogue.
 FAMILIES = {family.name: family for family in OWN}
-_OTHERS: dict[str, list[Example]] = {}
-for _example in (example for module in families() for example in module.examples()):
-    _name = _example.op.__name__
-    if _name not in FAMILIES:
-        _OTHERS.setdefault(_name, []).append(_example)
-FAMILIES |= {name: calls.family(examples) for name, examples in _OTHERS.items()}
+FAMILIES |= {
+    op.__name__: calls.family(examples)
+    for op, examples in _catalogue.calls().items()
+    if op.__name__ not in FAMILIES
+}
 #: Values for every call on a GPU, where compiling takes longer than calling.
 SEEDS = 8
 #: Seconds that hypothesis may take to make a finding's example smaller.
