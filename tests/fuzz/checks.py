@@ -593,7 +593,8 @@ class Trial:
         if found is None:
             return
         self.expect(place, "out is returned", _several(found)[0] is buffer)
-        if place.device == "cpu" and p.exact:
+        # A copy of an updated array may lie otherwise, and NumPy's products depend on that.
+        if place.device == "cpu" and p.exact and not (p.mutated and place.backend == "numpy"):
             self.expect(place, "out has the same bits", _same_bits(buffer, first))
 
     def refuse(self, place: Place, argument: str, kwargs: dict[str, Any], check: str) -> None:
