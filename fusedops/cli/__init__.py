@@ -8,12 +8,11 @@ import errno
 import io
 import os
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import fusedops
-from fusedops.cli import bench, cache, check, completion, demo, density, info, planarity
+from fusedops.cli import bench, cache, check, completion, demo, density, info, planarity, tables
 from fusedops.cli.common import CommandError
 from fusedops.structure import StructureError
 
@@ -48,18 +47,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in (demo, info, check, bench, planarity, density, cache):
         command.add(commands)
-    with contextlib.ExitStack() as streams:
-        if sys.stderr is None:  # the parent process may close stderr, and stdout too
-            nowhere = streams.enter_context(open(os.devnull, "w"))
-            streams.enter_context(contextlib.redirect_stderr(nowhere))
-        stdout: Any = _Stdout(sys.stdout)
-        streams.enter_context(contextlib.redirect_stdout(stdout))
+    # The parent process may close stderr, and stdout too.
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(sys.stderr or nowhere):
         try:
-            try:
-                args = parser.parse_args(argv)
-                return args.run(args)
-            finally:
-                sys.stdout.flush()
+            if sys.stdout is None:
+                raise CommandError(f"stdout: {os.strerror(errno.EBADF)}")
+            stdout: Any = _Stdout(sys.stdout)
+            with contextlib.redirect_stdout(stdout):
+                try:
+                    args = parser.parse_args(argv)
+                    return args.run(args)
+                finally:
+                    stdout.flush()
         except (CommandError, StructureError, fusedops.BackendUnavailable, MemoryError) as error:
             reason = str(error) or "out of memory"
             reason = "; ".join(" ".join(line.split()) for line in reason.splitlines())
@@ -89,8 +88,7 @@ class _Help(argparse.HelpFormatter):
     """Help whose lines end between words, not at hyphens in addresses and names."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        words = " ".join(text.split())
-        return textwrap.wrap(words, width, break_long_words=False, break_on_hyphens=False)
+        return tables.wrap(" ".join(text.split()), width)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(indent + line for line in self._split_lines(text, width - len(indent)))
@@ -108,29 +106,22 @@ class _Stdout:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def isatty(self) -> bool:
-        return self._stream is not None and self._stream.isatty()
-
     def write(self, text: str) -> int:
         with self._named():
-            if self._stream is None:
-                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
         with self._named():
-            if self._stream is not None:
-                self._stream.flush()
+            self._stream.flush()
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            if self._stream is not None:
-                # At exit Python must not flush again, and complain.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            # At exit Python must not flush again, and complain.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
             # The reader of a closed pipe has seen enough; the command still writes its files.
             # Windows may call the write to one an invalid argument.
             closed = (errno.EPIPE, errno.EINVAL) if sys.platform == "win32" else (errno.EPIPE,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import os
@@ -14,6 +15,9 @@ from typing import Any
 #: A row's cells and its rich style; None is a line between rows.
 Row = tuple[Sequence[str], str | None] | None
 
+#: `textwrap.wrap`, but no word is cut, nor an address or a name at its hyphens.
+wrap = functools.partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
+
 
 def width_of(stream: Any) -> int | None:
     """Return the width of a terminal, or COLUMNS; None for other streams."""
@@ -25,18 +29,8 @@ def width_of(stream: Any) -> int | None:
 def write(text: str, indent: str = "", file: Any = None) -> None:
     """Print a line; where it is wider than the terminal, it continues with `indent`."""
     width = width_of(file or sys.stdout)
-    print(_filled(text, width, "", indent) if width else text, file=file, flush=True)
-
-
-def _filled(text: str, width: int, first: str, indent: str) -> str:
-    return textwrap.fill(
-        text,
-        width,
-        initial_indent=first,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    lines = wrap(text, width, subsequent_indent=indent) if width else [text]
+    print("\n".join(lines), file=file, flush=True)
 
 
 def show(title: str, headings: Sequence[str], rows: Sequence[Row], right: int = 0) -> None:
@@ -47,17 +41,25 @@ def show(title: str, headings: Sequence[str], rows: Sequence[Row], right: int = 
     """
     has_rich = importlib.util.find_spec("rich") is not None
     cells = [headings, *(row[0] for row in rows if row)]
-    count, total = len(headings), width_of(sys.stdout)
+    texts, total = len(headings) - right, width_of(sys.stdout)
     # rich puts a line and two spaces around every column.
-    between, texts = (3 * count + 1, count - right) if has_rich else (2 * count - 2, 0)
-    widths = _widths(cells, texts, math.inf if total is None else total - between)
+    between = 3 * len(headings) + 1 if has_rich else 2 * len(headings) - 2
+    room = math.inf if total is None else total - between
+    widths = _widths(cells, texts if has_rich else 0, room)
     if widths is None:
-        _records(title, headings, rows, right, total or 0)
+        print(title)
+        for line in cells[1:]:
+            named = zip(headings[texts:], line[texts:], strict=True)
+            numbers = (f"{heading} {cell}".strip() for heading, cell in named if cell)
+            write(f"  {', '.join(filter(None, line[:texts]))}", "  ")
+            write(f"    {', '.join(numbers)}", "    ")
         return
     if not has_rich:
         print(title)
+        pads = [str.ljust] * texts + [str.rjust] * right
         for line in cells:
-            print(_columns(line, widths, right))
+            padded = (pad(cell, n) for pad, cell, n in zip(pads, line, widths, strict=True))
+            print("  ".join(padded).rstrip())
         return
     from rich import box
     from rich.console import Console
@@ -65,9 +67,8 @@ def show(title: str, headings: Sequence[str], rows: Sequence[Row], right: int = 
 
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
     for at, (heading, width) in enumerate(zip(headings, widths, strict=True)):
-        numbers = at >= count - right
         # rich itself would cut words in a narrow column.
-        table.add_column(heading, justify="right" if numbers else "left", width=width)
+        table.add_column(heading, justify="left" if at < texts else "right", width=width)
     for row in rows:
         if row is None:
             table.add_section()
@@ -83,37 +84,15 @@ def _widths(cells: Sequence[Sequence[str]], texts: int, room: float) -> list[int
     """
     columns = list(zip(*cells, strict=True))
     widths = [max(1, *map(len, column)) for column in columns]
-    words = [
-        max(len(word) for cell in column for word in [*cell.split(), ""]) for column in columns
-    ]
+    words = [max(map(len, " ".join(column).split()), default=0) for column in columns]
     excess = sum(widths) - room
     for at in sorted(range(texts), key=lambda at: words[at] - widths[at]):
         less = max(0, min(excess, widths[at] - words[at]))
         widths[at] -= int(less)
         excess -= less
     lines = (
-        len(textwrap.wrap(cell, width, break_long_words=False, break_on_hyphens=False))
+        len(wrap(cell, width))
         for column, width in zip(columns[:texts], widths, strict=False)
         for cell in column
     )
     return widths if excess <= 0 and max(lines, default=0) <= 3 else None
-
-
-def _columns(cells: Sequence[str], widths: Sequence[int], right: int) -> str:
-    at = len(cells) - right
-    padded = [cell.ljust(width) for cell, width in zip(cells[:at], widths, strict=False)]
-    padded += [cell.rjust(width) for cell, width in zip(cells[at:], widths[at:], strict=True)]
-    return "  ".join(padded).rstrip()
-
-
-def _records(
-    title: str, headings: Sequence[str], rows: Sequence[Row], right: int, width: int
-) -> None:
-    print(title)
-    at = len(headings) - right
-    for cells, _ in filter(None, rows):
-        texts = ", ".join(filter(None, cells[:at]))
-        named = zip(headings[at:], cells[at:], strict=True)
-        numbers = ", ".join(f"{heading} {cell}".strip() for heading, cell in named if cell)
-        for line, indent in ((texts, "  "), (numbers, "    ")):
-            print(_filled(line, width, indent, indent))
