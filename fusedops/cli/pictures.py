@@ -7,7 +7,6 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,30 +30,22 @@ def check_picture_name(path: str | os.PathLike) -> None:
     check_target(path)
 
 
-@dataclass(frozen=True)
-class Slice:
-    """A slice that a user asked for: across an axis, at a fraction of the map or in Å."""
-
-    axis: int
-    at: float
-    in_angstrom: bool
-    text: str
-
-
-def slice_of_text(text: str) -> Slice:
-    """Return the slice that an argument such as ``z=0.25`` or ``z=12.5Å`` means."""
-    found = re.fullmatch(r"([xyz])=(-?\d*\.?\d+)\s*([ÅA]?)", text)
-    at = float(found[2]) if found else math.nan
-    if not found or not (found[3] or 0 <= at <= 1):
+def slice_of_text(text: str) -> re.Match[str]:
+    """Return the parts of an argument such as ``z=0.25`` or ``z=12.5Å``."""
+    found = re.fullmatch(r"(?P<axis>[xyz])=(?P<at>-?\d*\.?\d+)\s*(?P<unit>[ÅA]?)", text)
+    if not found or not (found["unit"] or 0 <= float(found["at"]) <= 1):
         raise argparse.ArgumentTypeError(
             f"{text!r} should be x, y or z, an equals sign, and a fraction of 0 to 1 or a number "
             "of Å, as in z=0.25 or z=12.5A"
         )
-    return Slice("xyz".index(found[1]), at, bool(found[3]), text)
+    return found
 
 
 def slices(
-    asked: Sequence[Slice] | None, grid: MapGrid, start: Sequence[int], shape: Sequence[int]
+    asked: Sequence[re.Match[str]] | None,
+    grid: MapGrid,
+    start: Sequence[int],
+    shape: Sequence[int],
 ) -> list[tuple[int, int]]:
     """Return the axis and the index of each slice; by default the three in the middle.
 
@@ -65,15 +56,15 @@ def slices(
         return [(axis, n // 2) for axis, n in enumerate(shape)]
     found = []
     for each in asked:
-        axis, n = each.axis, shape[each.axis]
-        index = math.floor(each.at * n + 0.5)
-        if each.in_angstrom:
+        axis, at = "xyz".index(each["axis"]), float(each["at"])
+        n, index = shape[axis], math.floor(at * shape[axis] + 0.5)
+        if each["unit"]:
             step = grid.cell.parameters[axis] / grid.shape[axis]
             first = grid.shift[axis] + start[axis] * step
-            index = round((each.at - first) / step)
+            index = round((at - first) / step)
             if not 0 <= index < n:
                 raise CommandError(
-                    f"--slice {each.text}: the map holds {'xyz'[axis]} of {first:.4g} to "
+                    f"--slice {each.string}: the map holds {each['axis']} of {first:.4g} to "
                     f"{first + (n - 1) * step:.4g} Å"
                 )
         found.append((axis, min(index, n - 1)))
