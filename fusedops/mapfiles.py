@@ -254,6 +254,8 @@ def target_grid(target: MapTarget, structure: Structure) -> MapGrid:
     ------
     StructureError
         The map is a crystal's, with another unit cell than the structure's.
+    MemoryError
+        The whole map doesn't fit into memory.
 
     Examples
     --------
@@ -266,6 +268,7 @@ def target_grid(target: MapTarget, structure: Structure) -> MapGrid:
     'P 21 21 21'
     """
     grid = target.grid
+    maps.check_memory(math.prod(grid.shape))
     try:
         cell = maps.unit_cell(structure)
     except StructureError:

@@ -795,7 +795,7 @@ def refused(result, reason):
 @pytest.mark.parametrize("options", [("--out", "none/x.map"), ("--picture", "x.map")])
 def test_a_bad_name_is_told_before_any_work(run, monkeypatch, options):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(cli.density, "read_model", None)
+    monkeypatch.setattr(cli.common, "read_model", None)
     refused(run(UBIQUITIN, *options), options[1])
 
 

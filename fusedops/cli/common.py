@@ -14,7 +14,6 @@ from time import perf_counter
 from typing import Any, cast
 
 from fusedops._frame.registry import BACKENDS, BackendName, forced, how_to_install
-from fusedops.cli import tables
 from fusedops.structure import Structure, read_structure
 
 
@@ -79,12 +78,13 @@ def read_model(path: str) -> Structure:
     return read_structure(sys.stdin.buffer)
 
 
-def check_other(option: str, path: str, source: str, unless: str = "") -> None:
-    """Raise CommandError if an output is the input file, even under another name."""
-    if source != "-" and os.path.exists(path) and os.path.samefile(path, source):
-        raise CommandError(
-            f"{option} {path}: it is the input {source}; it should be another file{unless}"
-        )
+def check_other(option: str, path: str, *sources: str | None, unless: str = "") -> None:
+    """Raise CommandError if an output is an input file, even under another name."""
+    for source in sources:
+        if source and all(map(os.path.exists, (path, source))) and os.path.samefile(path, source):
+            raise CommandError(
+                f"{option} {path}: it is the input {source}; it should be another file{unless}"
+            )
 
 
 def forced_backend(backend: str | None) -> BackendName | None:
@@ -126,26 +126,8 @@ def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     seconds[name] = perf_counter() - start
 
 
-class Report(dict[str, Any]):
-    """The findings about a file, for JSON, and the seconds of each part of the work.
-
-    Lines about them are shown at once, unless the report is `quiet`.
-    """
-
-    def __init__(self, file: str, quiet: bool = False) -> None:
-        super().__init__(file=file)
-        self.seconds: dict[str, float] = {}
-        self.quiet = quiet
-
-    def timed(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return timed(self.seconds, name)
-
-    def show(self, line: str) -> None:
-        if not self.quiet:
-            tables.write(line)
-
-    def print_json(self) -> None:
-        print(json.dumps({**self, "seconds": self.seconds}, indent=1, allow_nan=False))
+def print_json(report: dict[str, Any]) -> None:
+    print(json.dumps(report, indent=1, allow_nan=False))
 
 
 @contextlib.contextmanager

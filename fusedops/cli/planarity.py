@@ -12,18 +12,8 @@ from typing import Any
 import numpy as np
 
 import fusedops
-from fusedops.cli import tables
-from fusedops.cli.common import (
-    Report,
-    add_backend,
-    add_number,
-    check_other,
-    forced_backend,
-    needs,
-    progress,
-    read_model,
-    timed,
-)
+from fusedops.cli import common, tables
+from fusedops.cli.common import add_number, timed
 from fusedops.flatness import LIMIT, PlaneScore, flatness, flattened
 from fusedops.planarity import FITS
 from fusedops.restraints import Restraints, read_monomers, read_restraints
@@ -54,7 +44,7 @@ def add(commands: Any) -> None:
     help = "the number of worst planes to show (default: 10; all with --json or --csv)"
     add_number(parser, "--top", 1, kind=int, metavar="N", help=help)
     option("--fit", choices=FITS, default="uniform", help="the weights of atoms in fits of planes")
-    add_backend(parser)
+    common.add_backend(parser)
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print everything as JSON")
     output.add_argument("--csv", action="store_true", help="print the planes as CSV")
@@ -70,28 +60,31 @@ def add(commands: Any) -> None:
 
 
 def _command(args: argparse.Namespace) -> int:
-    needs("gemmi", *["scipy"] * bool(args.flatten))
-    report = Report(args.file)
-    with report.timed("read"):
-        structure = read_model(args.file)
+    common.needs("gemmi", *["scipy"] * bool(args.flatten))
+    seconds: dict[str, float] = {}
+    with timed(seconds, "read"):
+        structure = common.read_model(args.file)
     if args.flatten:
         structure.check_writable(args.flatten)
         if not args.overwrite:
-            check_other("--flatten", args.flatten, args.file, ", or add --overwrite")
-    with report.timed("find_planes"):
+            unless = ", or add --overwrite"
+            common.check_other("--flatten", args.flatten, args.file, unless=unless)
+    with timed(seconds, "find_planes"):
         restraints = _restraints(args, structure)
         found = planar_groups(structure, sigma=args.sigma, restraints=restraints)
-    options: dict[str, Any] = {"fit": args.fit, "backend": forced_backend(args.backend)}
+    options: dict[str, Any] = {"fit": args.fit, "backend": common.forced_backend(args.backend)}
     given = structure.xyz, fusedops.Planes(found.groups)
     op = fusedops.planarity_nll
-    value, pullback = op.vjp(*given, **options)
-    nll, _ = float(value), pullback(1.0)
     # The first call also loads the backend.
-    with report.timed("value_and_gradient"):
-        op.vjp(*given, **options)[1](1.0)
+    op.vjp(*given, **options)[1](1.0)
+    with timed(seconds, "value_and_gradient"):
+        value, pullback = op.vjp(*given, **options)
+        pullback(1.0)
+    nll = float(value)
     scores = asdict(flatness(structure, found, fit=args.fit))
     planes = scores.pop("planes")
-    report |= {
+    report = {
+        "file": args.file,
         "counts": {
             "planes": found.count,
             "atoms": len(structure.xyz),
@@ -103,12 +96,12 @@ def _command(args: argparse.Namespace) -> int:
         "nll": nll,
         "fit": args.fit,
         "backend": op.explain(*given, **options).backend,
-        "seconds": report.seconds,
+        "seconds": seconds,
     }
     if args.flatten:
         how = options | {"steps": args.steps, "tether": args.tether}
         took: dict[str, float] = {}
-        with progress("flattening", args.steps) as advance, timed(took, "minimise"):
+        with common.progress("flattening", args.steps) as advance, timed(took, "seconds"):
             xyz, steps = flattened(*given, **how, advance=advance)
         structure.write(args.flatten, xyz)
         after = flatness(structure, found, xyz, fit=args.fit).planes
@@ -118,19 +111,18 @@ def _command(args: argparse.Namespace) -> int:
             "nll": [nll, float(op(xyz, given[1], **options))],
             "worst_z": [planes[0]["z"], after[0].z] if planes else [0.0, 0.0],
             "largest_shift_angstrom": float(np.linalg.norm(xyz - structure.xyz, axis=1).max()),
-            "seconds": took["minimise"],
+            **took,
         }
-    shown = planes[: args.top or (None if args.json or args.csv else 10)]
+    report["planes"] = planes[: args.top or (None if args.json or args.csv else 10)]
     if args.json:
-        report["planes"] = shown
-        report.print_json()
+        common.print_json(report)
     elif args.csv:
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow(field.name for field in fields(PlaneScore))
-        writer.writerows(plane.values() for plane in shown)
+        writer.writerows(plane.values() for plane in report["planes"])
         _show(report, sys.stderr)
     else:
-        _show_planes(shown)
+        _show_planes(report["planes"])
         _show(report, sys.stdout)
     return 0
 
@@ -156,7 +148,7 @@ def _show_planes(planes: list[dict[str, Any]]) -> None:
         tables.show(title, headings, rows, right=4)
 
 
-def _show(report: Report, file: Any) -> None:
+def _show(report: dict[str, Any], file: Any) -> None:
     def line(name: str, text: str) -> None:
         tables.write(f"{name:18}{text}", " " * 18, file)
 
@@ -176,7 +168,7 @@ def _show(report: Report, file: Any) -> None:
         known = "planes not known; --restraints or --monomers may have them"
         line("skipped", f"{', '.join(skipped)}: {known}")
     line("NLL", f"{report['nll']:.2f}, {report['fit']} fit, by {report['backend']}")
-    times = ((name.replace("_", " "), value) for name, value in report.seconds.items())
+    times = ((name.replace("_", " "), value) for name, value in report["seconds"].items())
     texts = (
         f"{name} {value:.3g} s" if value > 0.9995 else f"{name} {1000 * value:.3g} ms"
         for name, value in times
