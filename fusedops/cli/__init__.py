@@ -8,7 +8,7 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import fusedops
@@ -69,10 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, and which `fill` gives its arguments when it is used."""
+    """A parser whose errors are one line, and which `fill` gives its arguments when it is used.
 
-    def __init__(self, fill: Callable[[Any], None] = lambda _: None, **kwargs: Any) -> None:
-        super().__init__(**{"formatter_class": _Help, **kwargs})
+    The command then runs by `run`.
+    """
+
+    def __init__(self, run: Any = None, fill: Any = lambda _: None, **options: Any) -> None:
+        super().__init__(formatter_class=_Help, **options)
+        self.set_defaults(run=run)
         self.fill = fill
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

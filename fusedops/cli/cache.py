@@ -12,12 +12,12 @@ from fusedops.cli.common import CommandError
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "cache",
+        run=_command,
         help="show and clear the compiled kernels that Numba and Triton keep on disk",
         description="Show the folders in which Numba and Triton keep compiled kernels of this "
         "library. The next calls compile what --clear removes; kernels of other programs in the "
         "same folders stay.",
     )
-    parser.set_defaults(run=_command)
     parser.add_argument("--clear", action="store_true", help="remove them")
 
 

@@ -25,12 +25,12 @@ _STEP = 40_000
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "density",
+        run=_command,
         help="calculate the density map of a structure",
         description="Calculate the electron density, or the potential for electrons, of a PDB, "
         "mmCIF or small-molecule CIF file, and write it as a CCP4 map: of the unit cell with its "
         "symmetry or, if the file has no cell, of a box around the atoms.",
     )
-    parser.set_defaults(run=_command)
     option = parser.add_argument
     option("file", metavar="MODEL", help="PDB or CIF, also gzipped; - reads standard input")
     option("--out", required=True, metavar="MAP", help="output file (.ccp4, .map or .mrc)")

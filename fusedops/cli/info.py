@@ -12,10 +12,8 @@ from fusedops.cli import tables
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "info", help="show this machine's backends, instruction set, threads and GPUs"
-    )
-    parser.set_defaults(run=_command)
+    help = "show this machine's backends, instruction set, threads and GPUs"
+    parser = commands.add_parser("info", run=_command, help=help)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -23,13 +23,13 @@ from fusedops.structure import SIGMA, Structure, planar_groups
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "planarity",
+        run=_command,
         help="score the planar groups of a structure, and flatten them",
         description="Score the peptide planes, planar side chains, bases and ligands of a PDB or "
         "mmCIF file. The Z of an atom in a plane is its distance from the plane over its sigma; "
         "the Z of a plane is its largest. rmsd and rmsZ are over all atoms of all planes. A plane "
         "is above 4σ if one of its atoms is; an atom counts once, even if it is in two planes.",
     )
-    parser.set_defaults(run=_command)
     option = parser.add_argument
     option("file", metavar="FILE", help="PDB or mmCIF, also gzipped; - reads standard input")
     help = "sigma of the planes of proteins and nucleic acids (default: %(default)s); planes "
