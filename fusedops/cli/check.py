@@ -11,31 +11,30 @@ from typing import Any
 import numpy as np
 
 import fusedops
-from fusedops._catalogue import Example, calls, steps_of
+from fusedops._catalogue import Example, Problem, calls, steps_of
 from fusedops._frame import registry
 from fusedops._info import BackendInfo
-from fusedops.cli import tables
-from fusedops.cli.common import CommandError, add_choice, needs_gpu, progress
+from fusedops.cli import common, tables
 from fusedops.testing import errors_of
 
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "check",
+        run=_command,
         help="check every op on every backend that works here",
         description="The self-test after an installation: every op, forward and gradient, on every "
         "backend that works here, against the NumPy reference. Exit code 1 if one is wrong.",
     )
-    parser.set_defaults(run=_command)
-    add_choice(parser)
+    common.add_choice(parser)
 
 
 def _command(args: argparse.Namespace) -> int:
     if args.device == "cuda":
-        needs_gpu()
+        common.needs_gpu()
     rows = []
     backends = asked(args.device, args.backend)
-    with progress("checking", len(calls()) * len(backends)) as advance:
+    with common.progress("checking", len(calls()) * len(backends)) as advance:
         for row in run(backends):
             rows.append(row)
             advance()
@@ -45,7 +44,7 @@ def _command(args: argparse.Namespace) -> int:
     if failed:
         print(f"{len(failed)} OF {len(checked)} CHECKS FAILED.")
     elif not checked:
-        raise CommandError("nothing could be checked: see the reasons above")
+        raise common.CommandError("nothing could be checked: see the reasons above")
     else:
         print(f"All {len(checked)} checks passed.")
     return 1 if failed else 0
@@ -129,11 +128,15 @@ def errors_on(
 ) -> dict[str, float]:
     """Return the errors of the values and of the gradients of an example, relative."""
     exact = example.problem(size)
-    arrays = framework == "numpy"
-    given = exact.astype(dtype) if arrays else exact.to(device_of(backend), dtype)
+    given = given_to(backend, exact, framework, dtype)
     return errors_of(
         exact, given, given.cotangents, lambda call, back: steps_of(call, backend.name, back)
     )
+
+
+def given_to(backend: registry.Backend, exact: Problem, framework: str, dtype: str) -> Problem:
+    """Return a problem with the arrays of a framework, on the device of a backend."""
+    return exact.astype(dtype) if framework == "numpy" else exact.to(device_of(backend), dtype)
 
 
 def _ways(op: Any, backend: registry.Backend, has_torch: bool) -> list[tuple[str, str]]:

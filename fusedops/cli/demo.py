@@ -13,16 +13,13 @@ from typing import Any
 import numpy as np
 
 import fusedops
-from fusedops import maps
+from fusedops import maps, wigner
 from fusedops._catalogue import TOLERANCE, Example, calls, steps_of
 from fusedops._frame import registry
-from fusedops.cli import tables
-from fusedops.cli.check import device_of, errors_on
-from fusedops.cli.common import needs, progress
-from fusedops.cli.pictures import check_picture_name, save_picture
+from fusedops.cli import check, common, pictures, tables
 from fusedops.samples import convolved, cubes, ubiquitin
+from fusedops.so2.op import orders
 from fusedops.structure import planar_groups
-from fusedops.wigner import wigner_d
 
 #: Calls of which the demo shows the median time.
 ROUNDS = 20
@@ -31,25 +28,21 @@ ROUNDS = 20
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "demo",
+        run=_command,
         help="run every op on an example, on every backend that works here",
         description="Run every op on an example, with gradients, on every backend that works here; "
         "check each against the reference, and draw pictures. Exit code 1 if a check fails.",
     )
-    parser.set_defaults(run=_command)
-    parser.add_argument(
-        "--picture",
-        default="fusedops-demo.png",
-        metavar="PNG",
-        help="where to draw; pictures of single ops get names such as picture-planarity.png "
-        "(default: %(default)s)",
-    )
+    help = "where to draw; pictures of single ops get names such as picture-planarity.png "
+    help += "(default: %(default)s)"
+    parser.add_argument("--picture", default="fusedops-demo.png", metavar="PNG", help=help)
 
 
 def _command(args: argparse.Namespace) -> int:
-    needs("gemmi", "matplotlib", "scipy")
-    check_picture_name(args.picture)
+    common.needs("gemmi", "matplotlib", "scipy")
+    pictures.check_picture_name(args.picture)
     lines: list[tables.Row] = []
-    with progress("checking", len(calls())) as advance:
+    with common.progress("checking", len(calls())) as advance:
         for op, (example, *_) in calls().items():
             lines += rows(example)
             advance(op.__name__)
@@ -71,8 +64,8 @@ def rows(example: Example) -> Iterator[tables.Row]:
         if reason := info.backends[backend.name].why_not:
             yield [op.__name__, backend.name, reason, "-", "-", "-"], "dim"
             continue
-        off = max(errors_on(example, backend, backend.speaks, "float64", "medium").values())
-        given = exact.to(device_of(backend), "float64") if backend.speaks == "torch" else exact
+        off = max(check.errors_on(example, backend, backend.speaks, "float64", "medium").values())
+        given = check.given_to(backend, exact, backend.speaks, "float64")
         *_, last = steps_of(given, backend.name, given.cotangents).values()
         failed, chosen = not off <= TOLERANCE["float64"], backend.name == best
         first = f"chosen, the first that can serve on the {'GPU' if gpu else 'CPU'}"
@@ -84,27 +77,22 @@ def rows(example: Example) -> Iterator[tables.Row]:
 
 def planarity(figure: Any) -> None:
     """Planar groups of ubiquitin, coloured by the Z of the worst atom"""
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
     from mpl_toolkits.mplot3d.art3d import Poly3DCollection
     from scipy.spatial import ConvexHull
 
     structure = ubiquitin()
-    xyz, groups = structure.xyz, planar_groups(structure).groups
-
-    def outline(points: np.ndarray) -> np.ndarray:
-        r = points - points.mean(0)
-        return points[ConvexHull(r @ np.linalg.svd(r)[2][:2].T).vertices]
-
-    deviations = fusedops.plane_deviations(xyz, groups)
+    groups = planar_groups(structure).groups
+    deviations = fusedops.plane_deviations(structure.xyz, groups)
     z = [abs(d).max(1) / sigma for d, (_, sigma) in zip(deviations, groups, strict=True)]
-    colours = ScalarMappable(Normalize(0, np.concatenate(z).max()), "viridis")
-    corners = [outline(xyz[plane]) for indices, _ in groups for plane in indices]
-    faces = {"facecolors": colours.to_rgba(np.concatenate(z)), "edgecolors": "0.3"}
-    panel = _space(figure, np.concatenate(corners))
+    outlines = []
+    for points in (structure.xyz[plane] for indices, _ in groups for plane in indices):
+        off = points - points.mean(0)
+        outlines.append(points[ConvexHull(off @ np.linalg.svd(off)[2][:2].T).vertices])
+    faces = Poly3DCollection(outlines, array=np.concatenate(z), clim=(0, None), ec="0.3", lw=0.4)
+    panel = _space(figure, np.concatenate(outlines))
     # autolim would read Matplotlib's uninitialised padding of short polygons.
-    panel.add_collection3d(Poly3DCollection(corners, linewidths=0.4, **faces), autolim=False)
-    figure.colorbar(colours, ax=panel, shrink=0.6, label="Z")
+    panel.add_collection3d(faces, autolim=False)
+    figure.colorbar(faces, ax=panel, shrink=0.6, label="Z")
 
 
 def _space(figure: Any, points: np.ndarray) -> Any:
@@ -124,26 +112,21 @@ def dynamic_conv(figure: Any) -> None:
     kernels = np.exp(-0.5 * ((inputs - x[:, None]) / 0.4) ** 2)
     kernels /= kernels.sum(1, keepdims=True)
     tokens, sequences = x[None, :, None], fusedops.Sequences([0, 40, 64])
-
-    def averaged(kernels: np.ndarray) -> np.ndarray:
-        return fusedops.dynamic_conv(tokens, kernels, cu_seqlens=sequences)[0, :, 0]
-
-    out, mean = averaged(kernels[None, :, None]), averaged(np.full((1, W), 1 / W))
     lines, taps = figure.subplots(2, sharex=True, height_ratios=(3, 1))
     lines.plot(x, ".", color="0.6", label="tokens")
-    for values, label in ((mean, "one kernel for all: the mean"), (out, "dynamic kernels")):
+    mean, dynamic = np.full((1, W), 1 / W), kernels[None, :, None]
+    for given, label in ((mean, "one kernel for all: the mean"), (dynamic, "dynamic kernels")):
+        out = fusedops.dynamic_conv(tokens, given, cu_seqlens=sequences).ravel()
         # A NaN breaks the line between sequences.
-        t, values = (np.insert(line, 40, np.nan) for line in (np.arange(64.0), values))
-        lines.plot(t, values, label=label)
+        lines.plot(*np.insert([np.arange(64.0), out], 40, np.nan, axis=1), label=label)
     lines.legend(frameon=False)
-    _taps(figure, taps, kernels.T)
-    taps.set_xlabel("token t")
+    _taps(figure, taps, kernels.T, "token t")
 
 
-def _taps(figure: Any, panel: Any, taps: np.ndarray) -> None:
+def _taps(figure: Any, panel: Any, taps: np.ndarray, xlabel: str) -> None:
     figure.colorbar(panel.imshow(taps, aspect="auto", vmin=0, vmax=1), ax=panel, label="tap")
-    W = len(taps)
-    panel.set_yticks(range(W), [*(f"t − {back}" for back in range(W - 1, 0, -1)), "t"])
+    names = [*(f"t − {back}" for back in range(len(taps) - 1, 0, -1)), "t"]
+    panel.set(yticks=range(len(taps)), yticklabels=names, xlabel=xlabel)
 
 
 def dynamic_conv_generated(figure: Any) -> None:
@@ -157,8 +140,7 @@ def dynamic_conv_generated(figure: Any) -> None:
     lines.plot(out.ravel(), ".-", label="delayed by 0, 3, 1 and 2 tokens")
     lines.legend(frameon=False)
     lines.set_xlabel("token t")
-    _taps(figure, taps, weight)
-    taps.set_xlabel("hidden unit")
+    _taps(figure, taps, weight, "hidden unit")
 
 
 def edge_wigner(figure: Any) -> None:
@@ -168,17 +150,14 @@ def edge_wigner(figure: Any) -> None:
     structure = ubiquitin()
     xyz = structure.xyz[[44 <= int(label.split()[1]) < 48 for label in structure.labels]]
     lengths = np.linalg.norm(xyz[:, None] - xyz, axis=-1)
-    source, target = np.nonzero((lengths > 0) & (lengths < 3))
-    graph = fusedops.Edges((source, target), len(xyz))
-    vectors, r = xyz[source] - xyz[target], lengths[source, target]
+    pairs = np.argwhere((lengths > 0) & (lengths < 3))
+    edges, graph = xyz[pairs], fusedops.Edges(pairs.T, len(xyz))
+    vectors, r = edges[:, 0] - edges[:, 1], lengths[tuple(pairs.T)]
     # Degree 0 is the energy of an edge, and degree 1 a force along it: zero at 2.4 Å.
     radial = np.stack([(r - 2.4) ** 2, 2 * (r - 2.4)], 1)[..., None]
-    wigner = wigner_d(vectors, 1, packed=True)
-    back: Any = {"wigner_inv": wigner, "transpose": True}
-    x = fusedops.edge_degree_scatter(np.zeros((len(xyz), 4, 1)), radial, graph, **back)
-
+    nothing, D = np.zeros((len(xyz), 4, 1)), wigner.wigner_d(vectors, 1, packed=True)
+    x = fusedops.edge_degree_scatter(nothing, radial, graph, wigner_inv=D, transpose=True)
     panel = _space(figure, np.concatenate([xyz, xyz + x[:, 1:, 0]]))
-    edges = np.stack([xyz[source], xyz[target]], 1)
     for chosen, colour, width in ((r >= 1.9, "0.8", 0.6), (r < 1.9, "0.4", 2)):
         panel.add_collection3d(Line3DCollection(edges[chosen], colors=colour, linewidths=width))
     panel.quiver(*xyz.T, *x[:, 1:, 0].T, color="C1", arrow_length_ratio=0.2)
@@ -191,22 +170,21 @@ def so2_convolution(figure: Any) -> None:
 
     def turned(message: np.ndarray) -> np.ndarray:
         """Return the first message, turned about its edge by all angles."""
-        out, row = np.repeat(message[:1], len(angles), 0), lmax + 1
-        for m in range(1, lmax + 1):
-            plus, minus = np.split(out[:, row : row + 2 * (lmax + 1 - m)], 2, axis=1)
+        out = np.repeat(message[:1], len(angles), 0)
+        for m, (rows, _) in enumerate(orders(lmax, lmax)[1:], 1):
+            plus, minus = np.split(out[:, rows], 2, axis=1)
             phased = (plus + 1j * minus) * np.exp(1j * m * angles)[:, None, None]
             plus[...], minus[...] = phased.real, phased.imag
-            row += 2 * (lmax + 1 - m)
         return out
 
     given |= {"message": turned(given["message"]), "radial": given["radial"][:1].repeat(25, 0)}
     mixed, gates = fusedops.so2_convolution(**given, gate_channels=lmax * 4)
     results = given["message"], fusedops.gate_activation(gates, mixed)
     titles = "A message", "The convolution's result, gated"
-    for panel, rows, title in zip(figure.subplots(1, 2), results, titles, strict=True):
+    for panel, result, title in zip(figure.subplots(1, 2), results, titles, strict=True):
         for row, m in ((1, 0), (3, 1), (7, 2)):
-            panel.plot(angles, turned(rows)[:, row, 0], color=f"C{m}", label=f"order {m}")
-            panel.plot(angles, rows[:, row, 0], "o", color=f"C{m}", markersize=4)
+            panel.plot(angles, turned(result)[:, row, 0], color=f"C{m}", label=f"order {m}")
+            panel.plot(angles, result[:, row, 0], "o", color=f"C{m}", markersize=4)
         panel.set(title=title, xlabel="turn about the edge, radians")
     panel.legend(frameon=False)
 
@@ -226,37 +204,31 @@ def structured_scatter(figure: Any) -> None:
 def gaussian_density(figure: Any) -> None:
     """Ubiquitin shaken by 0.2 Å (black), and where the gradient pulls its atoms (arrows)"""
     structure = ubiquitin()
-    grid = maps.crystal_grid(structure, 2 / 3)
-    atoms = maps.scattering_atoms(structure)
+    grid, atoms = maps.crystal_grid(structure, 2 / 3), maps.scattering_atoms(structure)
     atoms = atoms.blurred(atoms.needed_blur(2 / 3))
-    lattice = fusedops.Lattice(grid.matrix, grid.shape)
-    home, moves = atoms.xyz, np.random.default_rng(5).normal(scale=0.2, size=atoms.xyz.shape)
-    rest = atoms.b, atoms.occupancy, atoms.amplitudes, atoms.widths, lattice
-    op: Any = fusedops.gaussian_density
-    true = op(home, *rest, radius=2.5)
-    rho, pullback = op.vjp(home + moves, *rest, radius=2.5, wrt=("xyz",))
-    pull = pullback(true - rho)[0]
-    edges, shape = np.diag(grid.matrix), np.array(grid.shape)
-    inside = home % edges
+    shape, steps = grid.shape, np.diag(grid.matrix) / grid.shape
+    home = atoms.xyz % np.diag(grid.matrix)
+    moved = home + np.random.default_rng(5).normal(scale=0.2, size=home.shape)
+    rest = atoms.b, atoms.occupancy, atoms.amplitudes, atoms.widths, grid.matrix, shape
+    true = fusedops.gaussian_density(home, *rest, radius=2.5)
+    rho, pullback = fusedops.gaussian_density.vjp(moved, *rest, radius=2.5, wrt=("xyz",))
+    off = true - rho
+    pull = pullback(off)[0]
     # The plane of voxels with the most atoms.
-    z = int(np.bincount(np.rint(inside[:, 2] / edges[2] * shape[2]).astype(int)).argmax())
-    near = np.flatnonzero(abs(inside[:, 2] - z * edges[2] / shape[2]) < 1.2)
-    lengths = np.linalg.norm(inside[near, None] - inside[near], axis=-1)
+    z = int(np.bincount(np.rint(home[:, 2] / steps[2]).astype(int)).argmax())
+    near = np.flatnonzero(abs(home[:, 2] - z * steps[2]) < 1.2)
+    lengths = np.linalg.norm(home[near, None] - home[near], axis=-1)
     bonds = near[np.argwhere(np.triu(lengths < 1.95, 1))]
     panel = figure.subplots()
-    x, y = (np.arange(n) * edge / n for n, edge in zip(shape[:2], edges[:2], strict=True))
-    three = 3 * (true - rho).std()
-    for values, levels, colour in (
-        (true, true.std() * np.arange(2, 8, 2), "#5b8fc9"),
-        (true - rho, [three], "#2e9e5b"),
-        (rho - true, [three], "#d0463b"),
-    ):
-        panel.contour(x, y, values[:, :, z].T, levels, colors=colour, linewidths=0.8)
-    for place, colour in ((inside, "0.7"), (inside + moves, "black")):
-        panel.plot(*place[bonds, :2].transpose(2, 1, 0), color=colour, linewidth=1.5)
-    tails, arrows = (inside + moves)[near, :2].T, pull[near, :2].T
-    panel.quiver(*tails, *arrows, angles="xy", color="C1", width=0.003)
-    middle = np.median(inside[near], axis=0)
+    x, y = np.arange(shape[0]) * steps[0], np.arange(shape[1]) * steps[1]
+    blue, red, green = "#5b8fc9", "#d0463b", "#2e9e5b"
+    for values, sigmas, inks in ((true, [2, 4, 6], [blue] * 3), (off, [-3, 3], [red, green])):
+        levels = values.std() * np.array(sigmas)
+        panel.contour(x, y, values[:, :, z].T, levels, colors=inks, linewidths=0.8)
+    for xyz, colour in ((home, "0.7"), (moved, "black")):
+        panel.plot(*xyz[bonds, :2].transpose(2, 1, 0), color=colour, linewidth=1.5)
+    panel.quiver(*moved[near, :2].T, *pull[near, :2].T, angles="xy", color="C1", width=0.003)
+    middle = np.median(home[near], axis=0)
     panel.set(xlim=middle[0] + [-16, 16], ylim=middle[1] + [-9, 9], aspect="equal")
     panel.set(xlabel="x, Å. Blue: the true density. Green: it is 3 σ above the model's; red: below")
 
@@ -275,7 +247,7 @@ def triangle_multiplicative_update(figure: Any) -> None:
 
     centres, few = np.linspace(0, 40, 20), np.linspace(0, 40, 4)
     # A hidden channel counts the third residues that are in one range from i and another from j.
-    ranges = np.ascontiguousarray(gaussians(centres, few).T)
+    ranges = gaussians(centres, few).T
     both = np.concatenate([np.repeat(ranges, 4, axis=0), np.tile(ranges, (4, 1))])
     given: dict[str, Any] = {"p_in_weight": both, "g_in_weight": both.copy()}
     given |= {"p_out_weight": np.eye(16), "g_out_weight": np.zeros((16, 20))}
@@ -315,17 +287,14 @@ def draw(path: Path) -> None:
     """Draw all pictures into one file, and each into a file beside it."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 6 * len(PICTURES)), layout="constrained")
-    panels = figure.subfigures(len(PICTURES), 1, squeeze=False)[:, 0]
+    together = Figure(figsize=(13, 6 * len(PICTURES)), layout="constrained")
+    panels = together.subfigures(len(PICTURES), 1, squeeze=False)[:, 0]
     for picture, panel in zip(PICTURES, panels, strict=True):
         print(f"{picture.__name__}: {picture.__doc__}", file=sys.stderr, flush=True)
-        panel.suptitle(picture.__doc__)
-        picture(panel)
+        alone = Figure(figsize=(13, 6), layout="constrained")
+        for figure in (panel, alone):
+            figure.suptitle(picture.__doc__)
+            picture(figure)
+        pictures.save_picture(path.with_stem(f"{path.stem}-{picture.__name__}"), alone)
     print("Drawing", file=sys.stderr, flush=True)
-    save_picture(path, figure)
-    figure.set_layout_engine("none")
-    for picture, panel in zip(PICTURES, panels, strict=True):
-        for other in panels:
-            other.set_visible(other is panel)
-        part = panel.bbox.transformed(figure.dpi_scale_trans.inverted())
-        save_picture(path.with_stem(f"{path.stem}-{picture.__name__}"), figure, part)
+    pictures.save_picture(path, together)

@@ -149,8 +149,7 @@ def draw_slices(
     save_picture(path, figure)
 
 
-def save_picture(path: str | os.PathLike, figure: Any, part: Any = None) -> None:
-    """Write a figure completely, or `part` of it, or raise a `StructureError` with the reason."""
+def save_picture(path: str | os.PathLike, figure: Any) -> None:
+    """Write a figure completely, or raise a `StructureError` with the reason."""
     with replacing(path) as draft:
-        form = Path(path).suffix.lower().lstrip(".")
-        figure.savefig(draft, dpi=150, format=form, bbox_inches=part)
+        figure.savefig(draft, dpi=150, format=Path(path).suffix.lower().lstrip("."))
