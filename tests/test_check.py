@@ -105,11 +105,10 @@ def test_a_wrong_kernel_fails_the_check(monkeypatch, wrong_kernel, primitive, op
     backends = check.asked("cpu", ["numba", "numpy"])
     rows = {(row.op, row.backend): row for row in check.run(backends)}
     failed = rows.pop((op.__name__, "numba"))
-    assert failed.failed
     assert "off by" in failed.why
     assert failed.share > 1
     assert len(rows) == 3
-    assert not any(row.failed for row in rows.values())
+    assert not any(row.why for row in rows.values())
 
 
 @pytest.mark.usefixtures("fresh_plans")
@@ -131,11 +130,10 @@ def test_a_failure_is_the_exit_code(capsys, monkeypatch):
 
 
 @needs_torch
-def test_tensors_are_checked_too(monkeypatch):
+def test_tensors_are_checked_too(capsys, monkeypatch):
     every = calls()
     monkeypatch.setattr(
         check, "calls", lambda: {fusedops.dynamic_conv: every[fusedops.dynamic_conv]}
     )
-    (row,) = check.run(check.asked("cpu", ["numpy"]))
-    assert {framework for framework, _ in row.where} == {"numpy", "torch"}
-    assert {dtype for _, dtype in row.where} == {"float32", "float64", "bfloat16"}
+    assert cli.main(["check", "--device", "cpu", "--backend", "numpy"]) == 0
+    assert " NumPy f32 f64; torch f32 f64 bf16 " in capsys.readouterr().out

@@ -13,7 +13,6 @@ import numpy as np
 import fusedops
 from fusedops._catalogue import Example, Problem, calls, steps_of
 from fusedops._frame import registry
-from fusedops._info import BackendInfo
 from fusedops.cli import common, tables
 from fusedops.testing import errors_of
 
@@ -32,38 +31,39 @@ def add(commands: Any) -> None:
 def _command(args: argparse.Namespace) -> int:
     if args.device == "cuda":
         common.needs_gpu()
+    found = fusedops.info().backends
+    reasons = {each: found[each.name].why_not for each in asked(args.device, args.backend)}
+    usable = [backend for backend, why in reasons.items() if not why]
     rows = []
-    backends = asked(args.device, args.backend)
-    with common.progress("checking", len(calls()) * len(backends)) as advance:
-        for row in run(backends):
+    with common.progress("checking", len(calls()) * len(usable)) as advance:
+        for row in run(usable):
             rows.append(row)
             advance()
-    show(rows)
-    failed = [row for row in rows if row.failed]
-    checked = [row for row in rows if row.errors or row.failed]
-    if failed:
-        print(f"{len(failed)} OF {len(checked)} CHECKS FAILED.")
-    elif not checked:
+    show(rows, {backend.name: why for backend, why in reasons.items() if why})
+    if not rows:
         raise common.CommandError("nothing could be checked: see the reasons above")
+    failed = sum(bool(row.why) for row in rows)
+    if failed:
+        print(f"{failed} OF {len(rows)} CHECKS FAILED.")
     else:
-        print(f"All {len(checked)} checks passed.")
+        print(f"All {len(rows)} checks passed.")
     return 1 if failed else 0
 
 
 @dataclass
 class Row:
-    """The result of checking an op on a backend, or the reason `why` it wasn't checked.
+    """The result of checking an op on a backend; `why` says why it failed.
 
-    `errors` are the largest errors in all runs, and `share` the largest part of a tolerance.
+    `where` has the frameworks and their dtypes, `errors` the largest errors in all runs, and
+    `share` is the largest part of a tolerance.
     """
 
     op: str
     backend: str
     why: str = ""
-    where: list[tuple[str, str]] = field(default_factory=list)
+    where: dict[str, list[str]] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
     share: float = 0.0
-    failed: bool = False
     seconds: float = 0.0
 
 
@@ -82,35 +82,30 @@ def device_of(backend: registry.Backend) -> str:
 
 
 def run(backends: Sequence[registry.Backend]) -> Iterator[Row]:
-    """Yield a row for every op on some backends.
+    """Yield a row for every op on some backends, which can be used here.
 
     The examples of each op run forward and with their gradients, with NumPy arrays and, if torch is
     installed, with tensors. They run in float64 too unless that needs a compilation.
     """
-    found = fusedops.info().backends
+    has_torch = not fusedops.info().backends["torch"].why_not
     for op, examples in calls().items():
         for backend in backends:
             start = time.perf_counter()
-            row = _checked(op, examples, backend, found)
+            row = _checked(op, examples, backend, has_torch)
             row.seconds = time.perf_counter() - start
             yield row
 
 
-def _checked(
-    op: Any, examples: list[Example], backend: registry.Backend, found: dict[str, BackendInfo]
-) -> Row:
-    row = Row(op.__name__, backend.name, found[backend.name].why_not or "")
-    if row.why:
-        return row
-    for framework, dtype in _ways(op, backend, has_torch=not found["torch"].why_not):
-        row.where.append((framework, dtype))
+def _checked(op: Any, examples: list[Example], backend: registry.Backend, has_torch: bool) -> Row:
+    row = Row(op.__name__, backend.name)
+    for framework, dtype in _ways(op, backend, has_torch):
+        row.where.setdefault(framework, []).append(dtype)
         for example in examples:
             try:
                 # A division by zero shows in the error, so NumPy's warning is not needed.
                 with np.errstate(all="ignore"):
                     errors = errors_on(example, backend, framework, dtype)
             except Exception as error:  # every error belongs into the table
-                row.failed = True
                 row.why = f"{example}: {type(error).__name__}: {error}".partition("\n")[0]
                 return row
             for name, off in errors.items():
@@ -118,7 +113,6 @@ def _checked(
                 row.errors[name] = max(off, row.errors.get(name, 0.0))
                 row.share = max(share, row.share)
                 if not share <= 1:
-                    row.failed = True
                     row.why = f"{example}, {framework} {dtype}: {name} off by {off:.1e}"
     return row
 
@@ -149,30 +143,17 @@ def _ways(op: Any, backend: registry.Backend, has_torch: bool) -> list[tuple[str
     return [*ways, ("torch", "bfloat16")] if narrow else ways
 
 
-def show(rows: list[Row]) -> None:
-    """Print a table; a backend that serves nothing gets one line."""
+def show(rows: list[Row], absent: dict[str, str]) -> None:
+    """Print a table; a backend that is absent, for a reason, gets one line."""
     headings = ("op", "backend", "with", "why not", "value", "gradient", "of allowed", "s", "")
     lines: list[tables.Row] = []
-    absent: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        if row.why and not row.failed:
-            absent.setdefault((row.backend, row.why), []).append(row.op)
-            continue
+        ways = (f"{name} {' '.join(dtypes)}" for name, dtypes in row.where.items())
+        where = "; ".join(ways).replace("numpy", "NumPy").replace("float", "f")
         errors = (f"{row.errors[k]:.0e}" if k in row.errors else "" for k in ("value", "gradient"))
-        cells = [row.op, row.backend, _arrays(row.where), row.why, *errors]
-        cells += [f"{row.share:.0%}", f"{row.seconds:.1f}", "FAILED" if row.failed else "ok"]
-        lines.append((cells, "red" if row.failed else None))
-    for (backend, why), ops in absent.items():
-        every = len(ops) == len({row.op for row in rows if row.backend == backend})
-        cells = ["every op" if every else ", ".join(ops), backend, "", why, "", "", "", "", "-"]
-        lines.append((cells, "dim"))
+        cells = [row.op, row.backend, where, row.why, *errors]
+        cells += [f"{row.share:.0%}", f"{row.seconds:.1f}", "FAILED" if row.why else "ok"]
+        lines.append((cells, "red" if row.why else None))
+    for backend, why in absent.items():
+        lines.append((["every op", backend, "", why, "", "", "", "", "-"], "dim"))
     tables.show("Errors against the reference, relative", headings, lines, right=5)
-
-
-def _arrays(where: list[tuple[str, str]]) -> str:
-    """Return a short text of the frameworks and dtypes."""
-    widths: dict[str, list[str]] = {}
-    for framework, dtype in where:
-        name = "NumPy" if framework == "numpy" else framework
-        widths.setdefault(name, []).append(dtype.replace("float", "f"))
-    return "; ".join(f"{name} {' '.join(dtypes)}" for name, dtypes in widths.items())
