@@ -24,15 +24,10 @@ class CommandError(Exception):
 def add_choice(parser: argparse.ArgumentParser, device: str | None = None) -> None:
     """Add the arguments that choose backends and the device, by default all devices."""
     names = [backend.name for backend in BACKENDS]
-    parser.add_argument(
-        "--backend", nargs="+", action="extend", choices=names, metavar="NAME", help="only these"
-    )
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default=device,
-        help=f"the device (default: {device or 'the CPU, and a GPU if there is one'})",
-    )
+    several: Any = {"nargs": "+", "action": "extend"}
+    parser.add_argument("--backend", **several, choices=names, metavar="NAME", help="only these")
+    help = f"the device (default: {device or 'the CPU, and a GPU if there is one'})"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=device, help=help)
 
 
 def add_backend(parser: argparse.ArgumentParser) -> None:

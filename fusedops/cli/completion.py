@@ -15,12 +15,8 @@ FILES = ("CIF", "FILE", "MAP", "MODEL", "OLD.json", "OUT", "PNG")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--print-completion",
-        choices=SHELLS,
-        action=_Print,
-        help="print a script for a shell to complete commands, options and files",
-    )
+    help = "print a script for a shell to complete commands, options and files"
+    parser.add_argument("--print-completion", choices=SHELLS, action=_Print, help=help)
 
 
 class _Print(argparse.Action):

@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -87,22 +87,30 @@ def _command(args: argparse.Namespace) -> int:
     start, shape = (target.start, target.rho.shape) if target else (grid.start, grid.shape)
     cuts = pictures.slices(args.slice, grid, start, shape) if args.picture else []
 
-    count, charged, available = len(atoms.xyz), atoms.charged, maps.available_memory()
     kind, unit, sum_unit = "X-rays", "e/Å³", "electrons"
     if args.electron:
         kind, unit, sum_unit = "electrons", "1/Å²", "Å"
-    group = grid.spacegroup.xhm() if grid.spacegroup else None
-    neutral = f", {charged} charged ones as neutral" if charged else ""
-    wider = f", B + {blur:.3g} Å² to suit the voxels" if blur and args.blur is None else ""
-    say(f"{count} atoms{neutral}, up to {reach:g} Å far{wider}")
-    lengths = " x ".join(f"{edge:.2f}" for edge in grid.cell.parameters[:3])
-    there = "" if available is None else f" of {available / 1e6:,.0f} that are available"
-    say(
-        f"{f'cell of {group}' if group else 'box'}, {lengths} Å: {' x '.join(map(str, shape))} "
-        f"voxels, {grid.memory / 1e6:,.1f} MB of memory{there}"
-    )
+    report: dict[str, Any] = {
+        "file": args.file,
+        "atoms": len(atoms.xyz),
+        "charged": atoms.charged,
+        "form_factors": kind,
+        "spacing_angstrom": spacing,
+        "blur_angstrom2": blur,
+        "largest_radius_angstrom": reach,
+        "cell": grid.cell.parameters,
+        "spacegroup": grid.spacegroup.xhm() if grid.spacegroup else None,
+        "shape": shape,
+        "start": start,
+        "memory_bytes": grid.memory,
+        "available_bytes": maps.available_memory(),
+        "seconds": seconds,
+    }
+    for line in _about(report, raised=args.blur is None):
+        say(line)
 
-    parts, backend = min(10, math.ceil(count / _STEP)), common.forced_backend(args.backend)
+    parts = min(10, math.ceil(report["atoms"] / _STEP))
+    backend = common.forced_backend(args.backend)
     options = {"radius": args.radius, "n_sigma": args.n_sigma, "backend": backend, "parts": parts}
     with common.progress("placing atoms", parts) as advance, common.timed(seconds, "density"):
         whole = maps.density_map(atoms, grid, **options, advance=advance)
@@ -115,7 +123,7 @@ def _command(args: argparse.Namespace) -> int:
     lines = [
         f"fusedops {fusedops.__version__} density",
         f"model {name}",
-        f"{count} atoms, {kind}, unit {unit}",
+        f"{report['atoms']} atoms, {kind}, unit {unit}",
         f"spacing {spacing:.4g} Å, blur {blur:.6g} Å², radius {reach:g} Å at most",
     ]
     mapfiles.set_labels(ccp4, lines)
@@ -124,26 +132,8 @@ def _command(args: argparse.Namespace) -> int:
     integral = float(rho.sum(dtype=np.float64)) * (grid.cell.volume / math.prod(grid.shape))
     served = maps.backend_of(atoms, grid, backend)
     say(f"{least:.3g} to {largest:.3g} {unit}, {integral:.6g} {sum_unit} in all, by {served}")
-    report = {
-        "file": args.file,
-        "atoms": count,
-        "charged": charged,
-        "form_factors": kind,
-        "spacing_angstrom": spacing,
-        "blur_angstrom2": blur,
-        "largest_radius_angstrom": reach,
-        "cell": grid.cell.parameters,
-        "spacegroup": group,
-        "shape": shape,
-        "start": start,
-        "memory_bytes": grid.memory,
-        "available_bytes": available,
-        "least": least,
-        "largest": largest,
-        "integral": integral,
-        "backend": served,
-        "map": args.out,
-    }
+    report |= {"least": least, "largest": largest, "integral": integral, "backend": served}
+    report |= {"map": args.out}
     if target:
         value = target.correlation(rho)
         report |= {"like": args.like, "correlation": value}
@@ -155,22 +145,20 @@ def _command(args: argparse.Namespace) -> int:
         report |= {"mtz": args.mtz, "resolution_angstrom": limit, "reflections": found}
         say(f"{found} reflections to {limit:.4g} Å")
     if args.picture:
-        entry = dict(structure.gemmi.info).get("_entry.id") or name
-        title = f"{_shortened(entry)}, {kind}: voxels of {spacing:.3g} Å"
-        title += f", B + {blur:.3g} Å²" if blur else ""
+        title = _title(dict(structure.gemmi.info).get("_entry.id") or name, report)
         with common.timed(seconds, "picture"):
             pictures.draw_slices(args.picture, grid, start, rho, cuts, unit, title)
         report |= {"picture": args.picture}
     say(", ".join(f"{what} {taken:.3g} s" for what, taken in seconds.items()))
     say(f"wrote {' and '.join(filter(None, (args.out, args.mtz, args.picture)))}")
     if args.json:
-        common.print_json(report | {"seconds": seconds})
+        common.print_json(report)
     return 0
 
 
 def _check_options(args: argparse.Namespace) -> None:
     """Raise an error, before any work, for options that can't be served."""
-    outputs: dict[str, Callable[[str], None]] = {
+    outputs = {
         "out": maps.check_map_name,
         "picture": pictures.check_picture_name,
         "mtz": mapfiles.check_mtz_name,
@@ -205,8 +193,7 @@ def _planned(
     """Return the grid, the blurred atoms, spacing, blur and largest radius, which go together."""
     spacing = args.spacing or (args.resolution / 3 if args.resolution else 0.5)
     if target:
-        grid = mapfiles.target_grid(target, structure)
-        spacing = mapfiles.largest_spacing(grid)
+        spacing = mapfiles.largest_spacing(target.grid)
     blur = atoms.needed_blur(spacing) if args.blur is None else args.blur
     atoms = atoms.blurred(blur)
     radius = atoms.radius(args.n_sigma)
@@ -218,25 +205,10 @@ def _planned(
             f"Å; it should be at most {math.floor(100 * least / 3) / 100:g}, a third of that, or "
             "--radius larger"
         )
-    if not target:
-        grid = _own_grid(args, structure, atoms, spacing, reach)
-    if reach > grid.largest_radius:
-        raise CommandError(
-            f"{args.file}: its atoms reach {reach:g} Å; these voxels allow at most "
-            f"{grid.largest_radius:.4g} Å; the spacing should be larger, or --radius smaller"
-        )
-    return grid, atoms, spacing, blur, reach
-
-
-def _own_grid(
-    args: argparse.Namespace,
-    structure: Structure,
-    atoms: maps.ScatteringAtoms,
-    spacing: float,
-    reach: float,
-) -> maps.MapGrid:
     margin = reach if args.margin is None else args.margin
-    if args.margin is None and maps.unit_cell(structure):
+    if target:
+        grid = mapfiles.target_grid(target, structure)
+    elif args.margin is None and maps.unit_cell(structure):
         grid = maps.crystal_grid(structure, spacing)
     elif margin < reach:
         raise CommandError(
@@ -246,7 +218,7 @@ def _own_grid(
     else:
         grid = maps.box_grid(atoms.xyz, spacing, margin)
     voxels = math.prod(grid.shape)
-    if voxels > args.max_voxels:
+    if voxels > args.max_voxels and not target:
         option = "--spacing" if args.spacing or not args.resolution else "--resolution"
         raise CommandError(
             f"{option} {args.spacing or args.resolution or spacing:g}: the map has "
@@ -254,10 +226,35 @@ def _own_grid(
             f"{grid.memory / 1e9:.1f} GB of memory; {option} should be larger, or --max-voxels "
             f"{voxels}"
         )
-    return grid
+    if reach > grid.largest_radius:
+        raise CommandError(
+            f"{args.file}: its atoms reach {reach:g} Å; these voxels allow at most "
+            f"{grid.largest_radius:.4g} Å; the spacing should be larger, or --radius smaller"
+        )
+    return grid, atoms, spacing, blur, reach
 
 
-def _shortened(entry: str) -> str:
-    """Return the name of an entry for one line of a title."""
+def _about(report: dict[str, Any], raised: bool) -> Iterator[str]:
+    """Yield lines about the atoms, whose B may be `raised` to suit the voxels, and the grid."""
+    blur, available = report["blur_angstrom2"], report["available_bytes"]
+    neutral = f", {report['charged']} charged ones as neutral" if report["charged"] else ""
+    wider = f", B + {blur:.3g} Å² to suit the voxels" if blur and raised else ""
+    reach = report["largest_radius_angstrom"]
+    yield f"{report['atoms']} atoms{neutral}, up to {reach:g} Å far{wider}"
+    group = report["spacegroup"]
+    lengths = " x ".join(f"{edge:.2f}" for edge in report["cell"][:3])
+    there = "" if available is None else f" of {available / 1e6:,.0f} that are available"
+    yield (
+        f"{f'cell of {group}' if group else 'box'}, {lengths} Å: "
+        f"{' x '.join(map(str, report['shape']))} voxels, {report['memory_bytes'] / 1e6:,.1f} MB "
+        f"of memory{there}"
+    )
+
+
+def _title(entry: str, report: dict[str, Any]) -> str:
+    """Return one line about the map of an entry."""
     entry = "".join(letter if letter.isprintable() else "?" for letter in entry)
-    return entry if len(entry) <= 40 else f"{entry[:39]}…"
+    entry = entry if len(entry) <= 40 else f"{entry[:39]}…"
+    blur = report["blur_angstrom2"]
+    title = f"{entry}, {report['form_factors']}: voxels of {report['spacing_angstrom']:.3g} Å"
+    return f"{title}, B + {blur:.3g} Å²" if blur else title

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from typing import Any
 
 import fusedops
-from fusedops.cli import tables
+from fusedops.cli import common, tables
 
 
 def add(commands: Any) -> None:
@@ -20,7 +19,7 @@ def add(commands: Any) -> None:
 def _command(args: argparse.Namespace) -> int:
     found = fusedops.info()
     if args.json:
-        print(json.dumps(asdict(found), indent=1))
+        common.print_json(asdict(found))
         return 0
     for line in str(found).splitlines():
         tables.write(line, "  ")
