@@ -107,29 +107,21 @@ def draw_slices(
     greys = ListedColormap(colormaps["Greys"](np.linspace(0, 0.6, 256)))
     shades = {"norm": PowerNorm(0.5, low, top if top > low else low + 1), "cmap": greys}
 
-    outlines = []
-    for (axis, _), piece in zip(cuts, pieces, strict=True):
+    figure = Figure(layout="constrained")
+    panels = figure.subplots(1, len(cuts), squeeze=False)[0]
+    spans = []
+    for panel, piece, (axis, at) in zip(panels, pieces, cuts, strict=True):
         u, v = (edge for edge in range(3) if edge != axis)
         turn = np.array([np.cos(angles[axis]), np.sin(angles[axis])])
         origin = first[v] * turn + [first[u], 0]
         oblique = Affine2D.from_values(steps[u], 0, *(steps[v] * turn), *origin)
-        # A voxel's value is the density at its middle.
-        up, right = np.array(piece.shape) - 0.5
-        corners = oblique.transform([(-0.5, -0.5), (right, -0.5), (right, up), (-0.5, up)])
-        outlines.append((names[u], names[v], oblique, corners))
-    widths, heights = np.array([np.ptp(corners, axis=0) for *_, corners in outlines]).T
-    # All at one scale, with an inch of labels beside each, and room for the title and the legend.
-    inches = min(4 / heights.max(), 13 / widths.sum())
-    size = max(7.5, inches * widths.sum() + len(cuts) + 1.5), max(3.3, inches * heights.max() + 2)
-    figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(1, len(cuts), width_ratios=widths, squeeze=False)[0]
-    for panel, piece, (axis, at), (along, across, oblique, corners) in zip(
-        panels, pieces, cuts, outlines, strict=True
-    ):
         place = {"transform": oblique + panel.transData}
         image = panel.imshow(piece, origin="lower", **place, **shades)
         if sigma > 0 and min(piece.shape) > 1:
             panel.contour(piece, levels, colors=_INKS, linewidths=0.7, **place)
+        # A voxel's value is the density at its middle.
+        up, right = np.array(piece.shape) - 0.5
+        corners = oblique.transform([(-0.5, -0.5), (right, -0.5), (right, up), (-0.5, up)])
         panel.fill(*corners.T, fill=False, edgecolor="0.5", linewidth=0.5)
         right_angle = abs(np.cos(angles[axis])) < 1e-6
         panel.set(
@@ -137,10 +129,17 @@ def draw_slices(
             ylim=(corners[:, 1].min(), corners[:, 1].max()),
             aspect="equal",
             anchor="S",
-            xlabel=f"{along}, Å",
-            ylabel=f"{across}, Å" if right_angle else f"perpendicular to {along}, Å",
+            xlabel=f"{names[u]}, Å",
+            ylabel=f"{names[v]}, Å" if right_angle else f"perpendicular to {names[u]}, Å",
             title=f"{names[axis]} = {first[axis] + at * steps[axis]:.1f} Å",
         )
+        spans.append(np.ptp(corners, axis=0))
+    widths, heights = np.transpose(spans)
+    # All at one scale, with an inch of labels beside each, and room for the title and the legend.
+    inches = min(4 / heights.max(), 13 / widths.sum())
+    size = max(7.5, inches * widths.sum() + len(cuts) + 1.5), max(3.3, inches * heights.max() + 2)
+    figure.set_size_inches(size)
+    panels[0].get_gridspec().set_width_ratios(widths)
     figure.colorbar(image, ax=panels, label=unit, fraction=0.02, panchor=False)
     figure.suptitle(title, parse_math=False)
     lines = [Line2D([], [], color=ink) for ink in _INKS]
