@@ -11,9 +11,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
-from fusedops._frame.registry import BACKENDS, BackendName, forced, how_to_install
+from fusedops._frame.registry import BACKENDS, forced, how_to_install
 from fusedops.structure import Structure, read_structure
 
 
@@ -82,9 +82,10 @@ def check_other(option: str, path: str, *sources: str | None, unless: str = "") 
             )
 
 
-def forced_backend(backend: str | None) -> BackendName | None:
+def forced_backend(backend: str | None) -> Any:
+    """Return the backend asked for, by argument or by environment, which may name none of ours."""
     try:
-        return cast("BackendName | None", forced(backend))
+        return forced(backend)
     except ValueError as error:
         raise CommandError(error) from None
 

@@ -16,8 +16,8 @@ from fusedops.cli import common, tables
 from fusedops.cli.common import add_number, timed
 from fusedops.flatness import LIMIT, PlaneScore, flatness, flattened
 from fusedops.planarity import FITS
-from fusedops.restraints import Restraints, read_monomers, read_restraints
-from fusedops.structure import SIGMA, Structure, planar_groups
+from fusedops.restraints import read_monomers, read_restraints
+from fusedops.structure import SIGMA, planar_groups
 
 
 def add(commands: Any) -> None:
@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
     option("--restraints", action="append", default=[], metavar="CIF", help=help)
     help = "take the planes of other ligands and modified residues from this monomer library "
     help += "(default: CLIBD_MON of the environment)"
-    option("--monomers", metavar="DIR", help=help)
+    option("--monomers", metavar="DIR", default=os.environ.get("CLIBD_MON"), help=help)
     help = "the number of worst planes to show (default: 10; all with --json or --csv)"
     add_number(parser, "--top", 1, kind=int, metavar="N", help=help)
     option("--fit", choices=FITS, default="uniform", help="the weights of atoms in fits of planes")
@@ -70,7 +70,9 @@ def _command(args: argparse.Namespace) -> int:
             unless = ", or add --overwrite"
             common.check_other("--flatten", args.flatten, args.file, unless=unless)
     with timed(seconds, "find_planes"):
-        restraints = _restraints(args, structure)
+        restraints = read_monomers(args.monomers, structure) if args.monomers else {}
+        for path in args.restraints:
+            restraints |= read_restraints(path)
         found = planar_groups(structure, sigma=args.sigma, restraints=restraints)
     options: dict[str, Any] = {"fit": args.fit, "backend": common.forced_backend(args.backend)}
     given = structure.xyz, fusedops.Planes(found.groups)
@@ -125,15 +127,6 @@ def _command(args: argparse.Namespace) -> int:
         _show_planes(report["planes"])
         _show(report, sys.stdout)
     return 0
-
-
-def _restraints(args: argparse.Namespace, structure: Structure) -> Restraints:
-    restraints: Restraints = {}
-    if folder := args.monomers or os.environ.get("CLIBD_MON"):
-        restraints |= read_monomers(folder, structure)
-    for path in args.restraints:
-        restraints |= read_restraints(path)
-    return restraints
 
 
 def _show_planes(planes: list[dict[str, Any]]) -> None:
