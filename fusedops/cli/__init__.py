@@ -69,9 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, and which `fill` gives its arguments when it is used.
+    """A parser whose errors are one line, and whose command `run` runs.
 
-    The command then runs by `run`.
+    `fill` gives it its arguments when it is used.
     """
 
     def __init__(self, run: Any = None, fill: Any = lambda _: None, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Code that the commands share: errors, arguments and checks of them, reports, progress."""
+"""Code that the commands share: errors, arguments and checks of them, times, JSON, progress."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def add_choice(parser: argparse.ArgumentParser, device: str | None = None) -> No
     """Add the arguments that choose backends and the device, by default all devices."""
     names = [backend.name for backend in BACKENDS]
     several: Any = {"nargs": "+", "action": "extend"}
-    parser.add_argument("--backend", **several, choices=names, metavar="NAME", help="only these")
+    parser.add_argument(
+        "--backend", **several, choices=names, metavar="NAME", help="only these backends"
+    )
     help = f"the device (default: {device or 'the CPU, and a GPU if there is one'})"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=device, help=help)
 
@@ -33,7 +35,8 @@ def add_choice(parser: argparse.ArgumentParser, device: str | None = None) -> No
 def add_backend(parser: argparse.ArgumentParser) -> None:
     """Add the argument that chooses a backend for NumPy arrays."""
     names = [backend.name for backend in BACKENDS if backend.speaks == "numpy"]
-    parser.add_argument("--backend", choices=names, help="the backend that must compute it")
+    help = "the backend that must compute it (default: the first that can)"
+    parser.add_argument("--backend", choices=names, help=help)
 
 
 def add_number(
@@ -117,6 +120,7 @@ def needs_gpu() -> None:
 
 @contextlib.contextmanager
 def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Put the time that a ``with`` block takes under a name."""
     start = perf_counter()
     yield
     seconds[name] = perf_counter() - start

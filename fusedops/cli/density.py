@@ -43,7 +43,8 @@ def add(commands: Any) -> None:
     add_number(parser, "--resolution", 0.1, 100, "Å", help=f"{help}Also the resolution of --mtz")
     help = "form factors for electron scattering (cryo-EM) instead of X-rays"
     option("--electron", action="store_true", help=help)
-    add_number(reach, "--radius", 0.1, 100, "Å", help="radius of all atoms")
+    help = "radius of all atoms (default: by --n-sigma)"
+    add_number(reach, "--radius", 0.1, 100, "Å", help=help)
     help = "radius in standard deviations of an atom's widest Gaussian, at least 2 Å "
     help += "(default: %(default)s)"
     add_number(reach, "--n-sigma", 0.1, 100, metavar="S", default=4.0, help=help)
@@ -58,7 +59,7 @@ def add(commands: Any) -> None:
     help = "also write the structure factors of the map, H K L FC PHIC, with the blur taken back "
     help += "out, to --resolution or, by default, to twice the spacing, the limit of the grid"
     option("--mtz", metavar="FILE", help=help)
-    help = "draw the three slices in the middle, with contours"
+    help = "draw the three slices in the middle, with contours, in any format of Matplotlib"
     option("--picture", metavar="PNG", help=help)
     help = "draw this slice instead: across x, y or z (along a, b or c), at a fraction of the "
     help += "map's edge, as in z=0.25, or at a position, as in z=12.5Å or z=12.5A; may be repeated"

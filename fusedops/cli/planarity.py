@@ -43,7 +43,8 @@ def add(commands: Any) -> None:
     option("--monomers", metavar="DIR", default=os.environ.get("CLIBD_MON"), help=help)
     help = "the number of worst planes to show (default: 10; all with --json or --csv)"
     add_number(parser, "--top", 1, kind=int, metavar="N", help=help)
-    option("--fit", choices=FITS, default="uniform", help="the weights of atoms in fits of planes")
+    help = "the weights of atoms in the fit of a plane: 1 or 1/sigma² (default: %(default)s)"
+    option("--fit", choices=FITS, default="uniform", help=help)
     common.add_backend(parser)
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print everything as JSON")
