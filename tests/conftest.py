@@ -16,7 +16,9 @@ import contextlib
 import functools
 import gc
 import importlib.util
+import json
 import os
+import re
 import sys
 from types import FunctionType
 
@@ -145,6 +147,61 @@ def load(tmp_path):
         return read_structure(path)
 
     return load
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder, in which the test runs."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def run(capsys):
+    """Run a command in this process, and return its exit code, stdout and stderr."""
+    from fusedops import cli
+
+    def run(*args):
+        try:
+            code = cli.main([*map(str, args)])
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def told(run):
+    """Run a command, which must succeed, and return its report."""
+
+    def told(*args):
+        code, out, err = run(*args, "--json")
+        assert (code, err) == (0, "")
+        return json.loads(out)
+
+    return told
+
+
+@pytest.fixture
+def refused(folder, run):
+    """Run a command, which must end in one line that has the reasons, and change no file."""
+
+    def contents():
+        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    def refused(command, *reasons):
+        before = contents()
+        code, out, err = run(*command.split())
+        assert code == 2
+        (line,) = err.splitlines()
+        assert re.match(r"fusedops( [\w-]+)?: ", line)
+        for reason in reasons:
+            assert " ".join(reason.split()) in line
+        assert contents() == before
+        return out
+
+    return refused
 
 
 @pytest.fixture(params=[False, True], ids=["iso", "aniso"])

@@ -1,6 +1,7 @@
 """The ``fusedops planarity`` command, run in this process."""
 
 import csv
+import functools
 import io
 import json
 import re
@@ -12,7 +13,6 @@ import numpy as np
 import pytest
 
 import fusedops
-from fusedops import cli
 from fusedops.structure import planar_groups, read_structure
 
 pytest.importorskip("gemmi")
@@ -52,26 +52,8 @@ def _no_library(monkeypatch):
 
 
 @pytest.fixture
-def run(capsys):
-    """Return a function that runs the command and returns exit code, stdout and stderr."""
-
-    def run(*args):
-        code = cli.main(["planarity", *map(str, args)])
-        return code, *capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
-def told(run):
-    """Return a function that runs the command, which must succeed, and returns its report."""
-
-    def told(*args):
-        code, out, err = run(*args, "--json")
-        assert (code, err) == (0, "")
-        return json.loads(out)
-
-    return told
+def run(run):
+    return functools.partial(run, "planarity")
 
 
 @pytest.fixture(scope="module")
@@ -183,13 +165,13 @@ class TestStandardInput:
         assert run("-", "--flatten", tmp_path / "flat.pdb")[0] == 0
         assert len(read_structure(tmp_path / "flat.pdb").xyz) == 683
 
-    def test_an_empty_one(self, run, monkeypatch):
-        monkeypatch.setattr(sys, "stdin", stdin(b""))
-        refused(run("-"), "<stdin>: the file is empty")
-
-    def test_a_closed_one(self, run, monkeypatch):
-        monkeypatch.setattr(sys, "stdin", None)
-        refused(run("-"), "-: stdin is closed")
+    @pytest.mark.parametrize(
+        ("stream", "reason"),
+        [(stdin(b""), "<stdin>: the file is empty"), (None, "-: stdin is closed")],
+    )
+    def test_one_without_a_model(self, refused, monkeypatch, stream, reason):
+        monkeypatch.setattr(sys, "stdin", stream)
+        refused("-", reason)
 
 
 class TestRestraints:
@@ -404,29 +386,6 @@ class TestFlatten:
         monkeypatch.setattr("scipy.optimize.minimize", check)
         run(bent, "--flatten", tmp_path / "flat.pdb", "--tether", 1e4)
         assert len(checked) == 1
-
-    def test_a_bar_shows_on_a_terminal_and_leaves_stdout_alone(
-        self, run, tmp_path, monkeypatch, capsys
-    ):
-        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-        code, out, err = run(UBIQUITIN, "--flatten", tmp_path / "flat.pdb", "--json")
-        assert code == 0
-        assert "flattening" in err
-        json.loads(out)
-
-    @pytest.mark.parametrize("out", ["none/flat.pdb", "flat.xyz", "."])
-    def test_a_bad_name_is_told_before_any_work(self, run, tmp_path, monkeypatch, out):
-        monkeypatch.setattr(cli.planarity, "planar_groups", None)
-        refused(run(UBIQUITIN, "--flatten", tmp_path / out), str(tmp_path))
-
-
-def refused(result, reason):
-    code, out, err = result
-    assert code == 2
-    assert out == ""
-    assert err.count("\n") == 1
-    assert err.startswith("fusedops: ")
-    assert reason in err
 
 
 def test_tables_need_no_rich(run, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Tables of commands: at any width of the terminal no name is cut."""
 
+import json
 import re
 import sys
 from importlib.resources import files
@@ -93,7 +94,6 @@ def changes():
 def test_no_command_cuts_a_name(capsys, monkeypatch, command, columns):
     """All words below the headings of a wide table are in the narrow one."""
     pytest.importorskip("rich")
-    monkeypatch.delenv("COLUMNS", raising=False)
     command()
     _, rule, wide = capsys.readouterr().out.rpartition("─")
     assert rule
@@ -118,11 +118,27 @@ def test_a_pipe_has_the_width_of_columns(capsys, monkeypatch, has_rich):
     assert "structured_scatter_add" in out
 
 
+@pytest.mark.parametrize(
+    ("command", "option", "title"),
+    [("planarity", "--flatten x.pdb", "flattening"), ("density", "--out x.map", "placing atoms")],
+)
+def test_a_bar_shows_on_a_terminal_and_leaves_stdout_alone(
+    run, folder, monkeypatch, command, option, title
+):
+    for package in ("gemmi", "rich", "scipy"):
+        pytest.importorskip(package)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    model = files("fusedops") / "data/1ubi.pdb"
+    code, out, err = run(command, model, *option.split(), "--json")
+    assert code == 0
+    assert title in err
+    json.loads(out)
+
+
 @pytest.mark.parametrize("command", ["planarity", "info", "density"])
 def test_a_text_breaks_between_words(capsys, monkeypatch, tmp_path, command):
     pytest.importorskip("gemmi")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("COLUMNS", raising=False)
     model = str(files("fusedops") / "data/1ubi.pdb")
     args = {"planarity": [model], "info": [], "density": [model, "--out", "x.map"]}[command]
     cli.main([command, *args])
@@ -139,18 +155,16 @@ def test_a_text_breaks_between_words(capsys, monkeypatch, tmp_path, command):
 
 
 @pytest.mark.parametrize("command", ["bench", "check", "demo", "density", "planarity"])
-def test_help_is_whole(capsys, monkeypatch, command):
+def test_help_is_whole(run, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
-    out = capsys.readouterr().out
+    code, out, _ = run(command, "--help")
+    assert code == 0
     assert "(default: None)" not in out
     assert not re.search(r"\w-\n", out)
 
 
 def test_a_pipe_has_no_width(capsys, monkeypatch):
     pytest.importorskip("rich")
-    monkeypatch.delenv("COLUMNS", raising=False)
     long = "a reason " * 30
     tables.show("Errors", ["op", "why"], [(["x", long], None)])
     assert long.strip() in capsys.readouterr().out

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
 import fusedops
-from fusedops import cli
 from fusedops._catalogue import calls
 from fusedops._frame import registry
 from fusedops.cli import demo
@@ -30,15 +27,16 @@ def only(monkeypatch, *ops):
     monkeypatch.setattr(demo, "ROUNDS", 1)
 
 
-def test_demo_draws_and_agrees(tmp_path, capsys, monkeypatch):
+def test_demo_draws_and_agrees(folder, run, monkeypatch):
     monkeypatch.setattr(demo, "ROUNDS", 1)
-    picture = tmp_path / "picture.png"
-    assert cli.main(["demo", "--picture", str(picture)]) == 0
-    out = capsys.readouterr().out
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert picture.stat().st_size > 50_000
-    names = {f"picture-{picture.__name__}.png" for picture in demo.PICTURES}
-    assert {path.name for path in tmp_path.iterdir()} == {"picture.png", *names}
+    code, out, _ = run("demo", "--picture", "picture.png")
+    assert code == 0
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.iterdir())
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    together = sizes.pop("picture.png")
+    assert set(sizes) == {f"picture-{picture.__name__}.png" for picture in demo.PICTURES}
+    assert together > max(sizes.values())
+    assert min(sizes.values()) > 20_000
     rows = {tuple(line.split()[:2]) for line in out.splitlines()}
     for op in OPS:
         assert {(op, backend.name) for backend in registry.BACKENDS} <= rows
@@ -59,31 +57,21 @@ def test_demo_draws_and_agrees(tmp_path, capsys, monkeypatch):
         (fusedops.triangle_multiplicative_update, "triangle_multiplicative_update_vjp", -13),
     ],
 )
-@pytest.mark.usefixtures("fresh_plans")
-def test_demo_fails_when_a_backend_is_wrong(tmp_path, capsys, monkeypatch, op, primitive, output):
+def test_demo_fails_when_a_backend_is_wrong(
+    folder, run, monkeypatch, wrong_kernel, op, primitive, output
+):
     only(monkeypatch, op)
-    (numba,) = (backend for backend in registry.BACKENDS if backend.name == "numba")
-    kernel = registry._kernel(numba, primitive)
-
-    def wrong(a, y):
-        kernel(a, y)
-        if y[output] is not None:
-            y[output].flat[100 % y[output].size] += 1e-6 * np.abs(y[output]).max()
-
-    monkeypatch.setitem(registry._kernels, (primitive, "numba"), wrong)
-    monkeypatch.setattr(registry, "_chosen", {})
-    assert cli.main(["demo", "--picture", str(tmp_path / "p.png")]) == 1
-    out = capsys.readouterr().out
+    wrong_kernel(primitive, "numba", output)
+    code, out, _ = run("demo", "--picture", "p.png")
+    assert code == 1
     assert "A CHECK FAILED." in out
     rows = [line.split() for line in out.splitlines() if line.split()[-1:] == ["FAILED"]]
     assert {row[1] for row in rows} == {"numba"}
     assert "Every result agrees" not in out
 
 
-def test_info(capsys):
-    assert cli.main(["info"]) == 0
-    assert capsys.readouterr().out == f"{fusedops.info()}\n"
-    assert cli.main(["info", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["fusedops"] == fusedops.__version__
-    assert told["backends"]["numpy"] == {"version": np.__version__, "why_not": None}
+def test_info(run, told):
+    assert run("info") == (0, f"{fusedops.info()}\n", "")
+    found = told("info")
+    assert found["fusedops"] == fusedops.__version__
+    assert found["backends"]["numpy"] == {"version": np.__version__, "why_not": None}
