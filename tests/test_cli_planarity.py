@@ -194,42 +194,33 @@ class TestRestraints:
         assert told(amp)["counts"]["skipped"] == {"AMP": 1}
         assert "skipped           1 AMP: planes not known; --restraints or" in run(amp)[1]
 
-    def test_with_a_file(self, told, amp, cif):
-        report = told(amp, "--restraints", cif)
-        assert report["counts"]["skipped"] == {}
-        assert report["counts"]["planes"] == 1
-        (plane,) = report["planes"]
-        # The plane of ten atoms and a hydrogen has sigmas of 0.02 Å, the file says.
-        z = best_plane_z(read_structure(amp).xyz[[1, *range(2, 11)]])
-        assert (plane["plane"], plane["atoms"]) == ("A/AMP 500 plan-1", 10)
-        assert plane["z"] == pytest.approx(z.max())
-
-    def test_from_a_library(self, told, amp, cif, tmp_path, monkeypatch):
-        (tmp_path / "lib/a").mkdir(parents=True)
-        (tmp_path / "lib/a/AMP.cif").write_text(AMP_CIF)
-        expected = told(amp, "--restraints", cif)
-        named = told(amp, "--monomers", tmp_path / "lib")
-        monkeypatch.setenv("CLIBD_MON", str(tmp_path / "lib"))
-        from_environment = told(amp)
-        assert named["planes"] == from_environment["planes"] == expected["planes"]
-
-    def test_a_file_comes_before_the_library(self, told, amp, cif, tmp_path):
-        (tmp_path / "lib/a").mkdir(parents=True)
-        (tmp_path / "lib/a/AMP.cif").write_text(AMP_CIF.replace(" 0.02", " 0.2"))
-        args = ["--monomers", tmp_path / "lib"]
-        one, both = (told(amp, *args, *f) for f in ([], ["--restraints", cif]))
-        assert both["planes"][0]["z"] == pytest.approx(10 * one["planes"][0]["z"])
-
-    def test_atoms_with_sigmas_of_their_own(self, told, amp, tmp_path):
-        sigmas = dict.fromkeys(ADENINE, 0.02) | {"N6": 0.2}
+    @pytest.mark.parametrize("own", [{}, {"N6": 0.2}])
+    def test_with_a_file(self, told, amp, tmp_path, own):
+        """The plane has ten atoms and hydrogens, with the sigmas of the file."""
+        sigmas = dict.fromkeys(ADENINE, 0.02) | own
         rows = "".join(f"AMP plan-1 {atom} {sigma}\n" for atom, sigma in sigmas.items())
         (tmp_path / "own.cif").write_text(AMP_CIF.partition("AMP plan")[0] + rows)
         report = told(amp, "--restraints", tmp_path / "own.cif")
+        assert report["counts"]["skipped"] == {}
+        (plane,) = report["planes"]
         z = best_plane_z(read_structure(amp).xyz[1:11]) * 0.02
         z /= [sigmas[atom] for atom in ADENINE[:10]]
-        assert report["planes"][0]["z"] == pytest.approx(z.max())
-        assert report["planes"][0]["worst_atom"] != "A/AMP 500 N6"
+        assert (plane["plane"], plane["atoms"]) == ("A/AMP 500 plan-1", 10)
+        assert plane["worst_atom"] == f"A/AMP 500 {ADENINE[z.argmax()]}"
+        assert (plane["worst_atom"] == "A/AMP 500 N6") == (not own)
+        assert plane["z"] == pytest.approx(z.max())
         assert report["summary"]["rmsz"] == pytest.approx(np.sqrt(np.mean(z**2)))
+
+    def test_from_a_library(self, told, amp, cif, tmp_path, monkeypatch):
+        """A library is found by option or by environment; a file comes before it."""
+        (tmp_path / "lib/a").mkdir(parents=True)
+        (tmp_path / "lib/a/AMP.cif").write_text(AMP_CIF.replace(" 0.02", " 0.2"))
+        library, file = ("--monomers", tmp_path / "lib"), ("--restraints", cif)
+        named, own, both = (told(amp, *args)["planes"] for args in (library, file, library + file))
+        monkeypatch.setenv("CLIBD_MON", str(tmp_path / "lib"))
+        assert told(amp)["planes"] == named
+        assert both == own
+        assert own[0]["z"] == pytest.approx(10 * named[0]["z"])
 
     def test_sigma_leaves_planes_of_a_file_alone(self, told, amp, cif):
         args = ["--restraints", cif]

@@ -25,13 +25,23 @@ def words(text):
     return set(re.split(r"[\s,]+", text))
 
 
-@pytest.mark.parametrize("columns", [40, 60, 80, 120, 200])
-def test_no_name_is_cut(capsys, monkeypatch, columns):
+@pytest.fixture
+def shown(capsys, monkeypatch):
+    """Return a function that shows something on a terminal of some columns, and returns it."""
     pytest.importorskip("rich")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", str(columns))
-    tables.show("Errors", HEADINGS, ROWS, right=3)
-    out = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+
+    def shown(columns, show, *arguments, **options):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        monkeypatch.setenv("COLUMNS", str(columns))
+        show(*arguments, **options)
+        return re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+
+    return shown
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120, 200])
+def test_no_name_is_cut(shown, columns):
+    out = shown(columns, tables.show, "Errors", HEADINGS, ROWS, right=3)
     assert "…" not in out
     for cells, _ in filter(None, ROWS):
         assert words(" ".join(cells)) <= words(out)
@@ -43,13 +53,10 @@ def test_no_name_is_cut(capsys, monkeypatch, columns):
 
 
 @pytest.mark.parametrize(("columns", "in_columns"), [(48, True), (47, False)])
-def test_a_name_has_three_lines_at_most(capsys, monkeypatch, columns, in_columns):
-    pytest.importorskip("rich")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", str(columns))
+def test_a_name_has_three_lines_at_most(shown, columns, in_columns):
     rows = [(["A/SER 22 - A/GLU 23 peptide alt C", "GLU 23 N", "5.65", "0.1131"], None)]
-    tables.show("The worst plane", ("plane", "worst atom", "Z", "off by Å"), rows, right=2)
-    out = capsys.readouterr().out
+    headings = "plane", "worst atom", "Z", "off by Å"
+    out = shown(columns, tables.show, "The worst plane", headings, rows, right=2)
     assert ("─" in out) == in_columns
     assert ("\n    Z 5.65, off by Å 0.1131\n" in out) != in_columns
 
@@ -91,30 +98,27 @@ def changes():
 
 @pytest.mark.parametrize("columns", [60, 80])
 @pytest.mark.parametrize("command", [planarity, check, bench, changes])
-def test_no_command_cuts_a_name(capsys, monkeypatch, command, columns):
+def test_no_command_cuts_a_name(capsys, shown, command, columns):
     """All words below the headings of a wide table are in the narrow one."""
-    pytest.importorskip("rich")
     command()
     _, rule, wide = capsys.readouterr().out.rpartition("─")
     assert rule
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", str(columns))
-    command()
-    out = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    out = shown(columns, command)
     assert "…" not in out
     assert {word for word in words(wide) if word[:1].isalpha()} <= words(out)
 
 
+@pytest.mark.parametrize("columns", [60, 99])
 @pytest.mark.parametrize("has_rich", [True, False])
-def test_a_pipe_has_the_width_of_columns(capsys, monkeypatch, has_rich):
+def test_a_pipe_has_the_width_of_columns(capsys, monkeypatch, has_rich, columns):
     if has_rich:
         pytest.importorskip("rich")
     else:
         monkeypatch.setitem(sys.modules, "rich", None)
-    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("COLUMNS", str(columns))
     tables.show("Errors", HEADINGS, ROWS, right=3)
     out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= 60
+    assert max(map(len, out.splitlines())) <= columns
     assert "structured_scatter_add" in out
 
 
@@ -136,22 +140,20 @@ def test_a_bar_shows_on_a_terminal_and_leaves_stdout_alone(
 
 
 @pytest.mark.parametrize("command", ["planarity", "info", "density"])
-def test_a_text_breaks_between_words(capsys, monkeypatch, tmp_path, command):
+def test_a_text_breaks_between_words(run, folder, monkeypatch, command):
     pytest.importorskip("gemmi")
-    monkeypatch.chdir(tmp_path)
-    model = str(files("fusedops") / "data/1ubi.pdb")
+    model = files("fusedops") / "data/1ubi.pdb"
     args = {"planarity": [model], "info": [], "density": [model, "--out", "x.map"]}[command]
-    cli.main([command, *args])
-    wide = capsys.readouterr().out
-    monkeypatch.setenv("COLUMNS", "50")
-    cli.main([command, *args])
-    out = capsys.readouterr().out
+    _, wide, _ = run(command, *args)
+    monkeypatch.setenv("COLUMNS", "20")
+    _, out, _ = run(command, *args)
     assert max(map(len, wide.splitlines())) > 50
-    lines = [line for line in out.splitlines() if len(line) > 50]
-    assert all(len(line.split()) == 1 for line in lines)  # the path of a folder
+    lines = [line for line in out.splitlines() if len(line) > 20]
+    assert all(len(line.split()) == 1 for line in lines)  # a module, or the path of a folder
     # Times differ, and a narrow table has no line of headings.
     told = " ".join(wide.splitlines()[-6:])
-    assert {word for word in words(told) if word.isalpha()} <= words(out)
+    names = {word for word in words(told) if word.isalpha() or word.startswith("fusedops.")}
+    assert names <= words(out)
 
 
 @pytest.mark.parametrize("command", ["bench", "check", "demo", "density", "planarity"])
