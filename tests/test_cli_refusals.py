@@ -479,9 +479,10 @@ class TestStdout:
         assert "Traceback" not in err
         assert len(lines) <= (3 if "--csv" in command else 1)
 
-    @pytest.mark.parametrize("command", ["info", "planarity x.pdb", "planarity x.pdb --json"])
-    def test_one_that_is_closed(self, command):
+    @pytest.mark.parametrize("command", ["info", "planarity x.pdb --flatten y.pdb --json"])
+    def test_one_that_is_closed(self, folder, command):
         assert self.run(command, ">&-") == (2, b"", "fusedops: stdout: Bad file descriptor\n")
+        assert os.listdir(folder) == ["x.pdb"]
 
     def test_a_closed_stderr(self, folder):
         assert self.run("planarity x.pdb --flatten y.pdb", "2>&-")[0] == 0
