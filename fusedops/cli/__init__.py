@@ -8,7 +8,7 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import fusedops
@@ -111,18 +111,15 @@ class _Stdout:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with self._named():
-            self._stream.write(text)
+        self._try(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        with self._named():
-            self._stream.flush()
+        self._try(self._stream.flush)
 
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
+    def _try(self, do: Callable[..., Any], *arguments: str) -> None:
         try:
-            yield
+            do(*arguments)
         except OSError as error:
             # At exit Python must not flush again, and complain.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())

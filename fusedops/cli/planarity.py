@@ -86,7 +86,7 @@ def _command(args: argparse.Namespace) -> int:
     nll = float(value)
     scores = asdict(flatness(structure, found, fit=args.fit))
     planes = scores.pop("planes")
-    report = {
+    report: dict[str, Any] = {
         "file": args.file,
         "counts": {
             "planes": found.count,
@@ -103,19 +103,14 @@ def _command(args: argparse.Namespace) -> int:
     }
     if args.flatten:
         how = options | {"steps": args.steps, "tether": args.tether}
-        took: dict[str, float] = {}
-        with common.progress("flattening", args.steps) as advance, timed(took, "seconds"):
-            xyz, steps = flattened(*given, **how, advance=advance)
+        report["flatten"] = flat = {"file": args.flatten}
+        with common.progress("flattening", args.steps) as advance, timed(flat, "seconds"):
+            xyz, flat["steps"] = flattened(*given, **how, advance=advance)
         structure.write(args.flatten, xyz)
         after = flatness(structure, found, xyz, fit=args.fit).planes
-        report["flatten"] = {
-            "file": args.flatten,
-            "steps": steps,
-            "nll": [nll, float(op(xyz, given[1], **options))],
-            "worst_z": [planes[0]["z"], after[0].z] if planes else [0.0, 0.0],
-            "largest_shift_angstrom": float(np.linalg.norm(xyz - structure.xyz, axis=1).max()),
-            **took,
-        }
+        flat["nll"] = [nll, float(op(xyz, given[1], **options))]
+        flat["worst_z"] = [planes[0]["z"], after[0].z] if planes else [0.0, 0.0]
+        flat["largest_shift_angstrom"] = float(np.linalg.norm(xyz - structure.xyz, axis=1).max())
     report["planes"] = planes[: args.top or (None if args.json or args.csv else 10)]
     if args.json:
         common.print_json(report)
@@ -147,8 +142,7 @@ def _show(report: dict[str, Any], file: Any) -> None:
         tables.write(f"{name:18}{text}", " " * 18, file)
 
     counts, summary = report["counts"], report["summary"]
-    among = f"{counts['atoms_in_planes']} atoms among {counts['atoms']}"
-    line("planes", f"{counts['planes']} of {among}")
+    line("planes", "{planes} of {atoms_in_planes} atoms among {atoms}".format(**counts))
     if counts["planes"]:
         line("rmsd from planes", f"{summary['rmsd_angstrom']:.4f} Å")
         line("rmsZ", f"{summary['rmsz']:.2f}")
