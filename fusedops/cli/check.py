@@ -104,7 +104,9 @@ def _checked(op: Any, examples: list[Example], backend: registry.Backend, has_to
             try:
                 # A division by zero shows in the error, so NumPy's warning is not needed.
                 with np.errstate(all="ignore"):
-                    errors = errors_on(example, backend, framework, dtype)
+                    exact = example.problem("large")
+                    given = given_to(backend, exact, framework, dtype)
+                    errors = errors_on(exact, given, backend)
             except Exception as error:  # every error belongs into the table
                 row.why = f"{example}: {type(error).__name__}: {error}".partition("\n")[0]
                 return row
@@ -117,12 +119,8 @@ def _checked(op: Any, examples: list[Example], backend: registry.Backend, has_to
     return row
 
 
-def errors_on(
-    example: Example, backend: registry.Backend, framework: str, dtype: str, size: str = "large"
-) -> dict[str, float]:
-    """Return the errors of the values and of the gradients of an example, relative."""
-    exact = example.problem(size)
-    given = given_to(backend, exact, framework, dtype)
+def errors_on(exact: Problem, given: Problem, backend: registry.Backend) -> dict[str, float]:
+    """Return the errors of the values and of the gradients of a problem on a backend, relative."""
     return errors_of(
         exact, given, given.cotangents, lambda call, back: steps_of(call, backend.name, back)
     )

@@ -64,8 +64,8 @@ def rows(example: Example) -> Iterator[tables.Row]:
         if reason := info.backends[backend.name].why_not:
             yield [op.__name__, backend.name, reason, "-", "-", "-"], "dim"
             continue
-        off = max(check.errors_on(example, backend, backend.speaks, "float64", "medium").values())
         given = check.given_to(backend, exact, backend.speaks, "float64")
+        off = max(check.errors_on(exact, given, backend).values())
         *_, last = steps_of(given, backend.name, given.cotangents).values()
         failed, chosen = not off <= TOLERANCE["float64"], backend.name == best
         first = f"chosen, the first that can serve on the {'GPU' if gpu else 'CPU'}"
