@@ -12,7 +12,7 @@ import numpy as np
 
 from fusedops import maps
 from fusedops.maps import MapGrid
-from fusedops.structure import Structure, StructureError, _gemmi, check_target, replacing
+from fusedops.structure import Structure, StructureError, _gemmi
 
 __all__ = [
     "MapTarget",
@@ -364,13 +364,7 @@ def check_mtz_name(path: str | os.PathLike) -> None:
     Traceback (most recent call last):
     fusedops.structure.StructureError: calc.hkl: name it .mtz
     """
-    if not os.fspath(path).lower().endswith(".mtz"):
-        raise StructureError(f"{path}: name it .mtz")
-    try:
-        os.fspath(path).encode()
-    except UnicodeEncodeError:
-        raise StructureError(f"{path}: gemmi takes names in UTF-8") from None
-    check_target(path)
+    maps._check_name(path, ".mtz", "name it .mtz")
 
 
 def check_reflections(
@@ -478,9 +472,5 @@ def write_mtz(
         mtz.add_column(label, kind)
     mtz.set_data(asu)
     mtz.update_reso()
-    with replacing(path) as draft:
-        try:
-            mtz.write_to_file(draft)
-        except RuntimeError as error:
-            raise StructureError(f"{path}: {error}") from None
+    maps._write(path, mtz.write_to_file)
     return int(mtz.nreflections)

@@ -44,8 +44,6 @@ __all__ = [
 BYTES_PER_VOXEL = 8
 """Two maps of 32 bits: the sum, and the part that is added to it."""
 
-_ENDINGS = (".ccp4", ".map", ".mrc")
-
 
 @dataclass(frozen=True, eq=False)
 class ScatteringAtoms:
@@ -696,8 +694,12 @@ def check_map_name(path: str | os.PathLike) -> None:
     Traceback (most recent call last):
     fusedops.structure.StructureError: density.png: name it .ccp4, .map or .mrc
     """
-    if not os.fspath(path).lower().endswith(_ENDINGS):
-        raise StructureError(f"{path}: name it .ccp4, .map or .mrc")
+    _check_name(path, (".ccp4", ".map", ".mrc"), "name it .ccp4, .map or .mrc")
+
+
+def _check_name(path: str | os.PathLike, endings: str | tuple[str, ...], should: str) -> None:
+    if not os.fspath(path).lower().endswith(endings):
+        raise StructureError(f"{path}: {should}")
     try:
         os.fspath(path).encode()
     except UnicodeEncodeError:
@@ -734,9 +736,14 @@ def write_map(path: str | os.PathLike, ccp4: Any) -> None:
     312384
     """
     check_map_name(path)
+    _write(path, ccp4.write_ccp4_map)
+
+
+def _write(path: str | os.PathLike, write: Callable[[str], None]) -> None:
+    """Write a file by a method of gemmi's; it appears complete or not at all."""
     with replacing(path) as draft:
         try:
-            ccp4.write_ccp4_map(draft)
+            write(draft)
         except RuntimeError as error:
             raise StructureError(f"{path}: {error}") from None
 
