@@ -69,9 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, and whose command `run` runs.
+    """A parser whose errors are one line; `run` runs its command.
 
-    `fill` gives it its arguments when it is used.
+    `fill` adds its arguments when it is used.
     """
 
     def __init__(self, run: Any = None, fill: Any = lambda _: None, **options: Any) -> None:

@@ -23,13 +23,11 @@ class CommandError(Exception):
 
 def add_choice(parser: argparse.ArgumentParser, device: str | None = None) -> None:
     """Add the arguments that choose backends and the device, by default all devices."""
-    names = [backend.name for backend in BACKENDS]
-    several: Any = {"nargs": "+", "action": "extend"}
-    parser.add_argument(
-        "--backend", **several, choices=names, metavar="NAME", help="only these backends"
-    )
+    option, names = parser.add_argument, [backend.name for backend in BACKENDS]
+    help = "only these backends"
+    option("--backend", nargs="+", action="extend", choices=names, metavar="NAME", help=help)
     help = f"the device (default: {device or 'the CPU, and a GPU if there is one'})"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=device, help=help)
+    option("--device", choices=("cpu", "cuda"), default=device, help=help)
 
 
 def add_backend(parser: argparse.ArgumentParser) -> None:
