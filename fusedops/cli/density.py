@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -85,8 +86,9 @@ def _command(args: argparse.Namespace) -> int:
     limit = args.resolution or 2 * mapfiles.largest_spacing(grid)
     if args.mtz:
         mapfiles.check_reflections(args.mtz, grid, limit, blur)
-    start, shape = (target.start, target.rho.shape) if target else (grid.start, grid.shape)
-    cuts = pictures.slices(args.slice, grid, start, shape) if args.picture else []
+    shape = target.rho.shape if target else grid.shape
+    shown = replace(grid, start=target.start) if target else grid
+    cuts = pictures.slices(args.slice, shown, shape) if args.picture else []
 
     kind, unit, sum_unit = "X-rays", "e/Å³", "electrons"
     if args.electron:
@@ -102,7 +104,7 @@ def _command(args: argparse.Namespace) -> int:
         "cell": grid.cell.parameters,
         "spacegroup": grid.spacegroup.xhm() if grid.spacegroup else None,
         "shape": shape,
-        "start": start,
+        "start": shown.start,
         "memory_bytes": grid.memory,
         "available_bytes": maps.available_memory(),
         "seconds": seconds,
@@ -148,7 +150,7 @@ def _command(args: argparse.Namespace) -> int:
     if args.picture:
         title = _title(dict(structure.gemmi.info).get("_entry.id") or name, report)
         with common.timed(seconds, "picture"):
-            pictures.draw_slices(args.picture, grid, start, rho, cuts, unit, title)
+            pictures.draw_slices(args.picture, shown, rho, cuts, unit, title)
         report |= {"picture": args.picture}
     say(", ".join(f"{what} {taken:.3g} s" for what, taken in seconds.items()))
     say(f"wrote {' and '.join(filter(None, (args.out, args.mtz, args.picture)))}")

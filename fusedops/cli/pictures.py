@@ -42,15 +42,11 @@ def slice_of_text(text: str) -> re.Match[str]:
 
 
 def slices(
-    asked: Sequence[re.Match[str]] | None,
-    grid: MapGrid,
-    start: Sequence[int],
-    shape: Sequence[int],
+    asked: Sequence[re.Match[str]] | None, grid: MapGrid, shape: Sequence[int]
 ) -> list[tuple[int, int]]:
     """Return the axis and the index of each slice; by default the three in the middle.
 
-    The map begins at the voxel `start` of a grid, and has `shape` voxels. A position that it
-    doesn't hold raises a CommandError.
+    A position that the map, of `shape` voxels, doesn't hold raises a CommandError.
     """
     if not asked:
         return [(axis, n // 2) for axis, n in enumerate(shape)]
@@ -60,7 +56,7 @@ def slices(
         n, index = shape[axis], math.floor(at * shape[axis] + 0.5)
         if each["unit"]:
             step = grid.cell.parameters[axis] / grid.shape[axis]
-            first = grid.shift[axis] + start[axis] * step
+            first = grid.shift[axis] + grid.start[axis] * step
             index = round((at - first) / step)
             if not 0 <= index < n:
                 raise CommandError(
@@ -74,7 +70,6 @@ def slices(
 def draw_slices(
     path: str | os.PathLike,
     grid: MapGrid,
-    start: Sequence[int],
     rho: np.ndarray,
     cuts: Sequence[tuple[int, int]],
     unit: str,
@@ -82,8 +77,7 @@ def draw_slices(
 ) -> None:
     """Draw slices of a map in grey, with contours, as one prints them.
 
-    The map `rho`, (nx, ny, nz) in `unit`, begins at the voxel `start` of the grid. `cuts` are as
-    `slices` returns them.
+    The map `rho`, (nx, ny, nz), is in `unit`. `cuts` are as `slices` returns them.
     """
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap, PowerNorm
@@ -94,7 +88,7 @@ def draw_slices(
     lengths, angles = np.array(grid.cell.parameters[:3]), np.radians(grid.cell.parameters[3:])
     names = "abc" if grid.spacegroup else "xyz"
     steps = lengths / grid.shape
-    first = np.array(grid.shift) + start * steps
+    first = np.array(grid.shift) + grid.start * steps
     mean = float(rho.mean(dtype=np.float64))
     # Plane by plane, since a copy of a large map in 64 bits may not fit into memory.
     squares = [np.square(plane - mean, dtype=np.float64).mean() for plane in rho.T]
