@@ -98,7 +98,7 @@ def op(primitive: Primitive, *, overloads: Any = None, pack: Any = None, **optio
                 return bridge().compiled(name, args, options)
             asked = registry.forced(backend, name)
             if out is not None:
-                return of.fill(out, asked, backend, args, kwargs)
+                return of.serve(None, asked, backend, args, kwargs, out)
             values = (*args, *kwargs.values())
             kind = kind_of((asked, len(args), *kwargs, *values))
             if kind is None and pack is not None:
@@ -226,23 +226,34 @@ class Op(Generic[F_co]):
         return registry.asking(backend if tracing else asked)
 
     def serve(
-        self, kind: Kind | None, asked: str | None, backend: str | None, args: Any, kwargs: Any
+        self,
+        kind: Kind | None,
+        asked: str | None,
+        backend: str | None,
+        args: Any,
+        kwargs: Any,
+        out: Any = None,
     ) -> Any:
-        """Return the results of a call, and keep the plan of its kind."""
-        primitive = self.primitive
+        """Return the results of a call, the first of them in `out`; keep the plan of its kind."""
         first = args[0] if args else kwargs.get(str(self.leading))
-        if self.sharded and is_dtensor(first) and not traced():
+        if self.sharded and out is None and is_dtensor(first) and not traced():
             serve = getattr(importlib.import_module(self.sharded), self.__name__)
             return serve(*args, backend=backend, **kwargs)
         given, bound = self.bind(args, kwargs)
         slots = self.slots(bound)
+        if out is not None:
+            by_name = {**dict(zip(self.signature.parameters, args, strict=False)), **kwargs}
+            slots[self.shown(bound)[0]] = self.checked_out(bound, by_name, out)
         with self.asking(bound, asked, backend):
-            y = primitive(*bound.a, out=slots)
+            y = self.primitive(*bound.a, out=slots)
             if kind is not None:
                 found = self.planned(given, bound, slots, (*args, *kwargs.values()))
                 if found is not None:
                     self.plans.keep(kind, found)
-        return self.results(bound)(y)
+        results = self.results(bound)(y)
+        if out is None:
+            return results
+        return (out, *results[1:]) if isinstance(results, tuple) else out
 
     def planned(
         self, given: Bound, bound: Bound, slots: Sequence[Any], values: tuple[Any, ...]
@@ -285,26 +296,11 @@ class Op(Generic[F_co]):
 
         return results
 
-    def fill(self, out: Any, asked: str | None, backend: Any, args: Any, kwargs: Any) -> Any:
-        """Return the results of a call, the first of them written to `out`."""
-        primitive, name = self.primitive, self.__name__
-        _, bound = self.bind(args, kwargs)
+    def checked_out(self, bound: Bound, given: Mapping[str, Any], out: Any) -> Any:
+        """Return the array for the first output shown, in `out`; raise if it can't be there."""
+        name, names = self.__name__, self.arguments
         if not self.takes_out:
             raise TypeError(f"{name}: it returns a number and takes no out")
-        by_name = {**dict(zip(self.signature.parameters, args, strict=False)), **kwargs}
-        self.check_out(bound, by_name, out)
-        filled = out if bound.lead is None else flat(out, out.ndim - len(bound.lead))
-        slots = self.slots(bound)
-        slots[self.shown(bound)[0]] = filled
-        with self.asking(bound, asked, backend):
-            found = self.results(bound)(primitive(*bound.a, out=slots))
-        if bound.lead is None:
-            return found
-        return (out, *found[1:]) if isinstance(found, tuple) else out
-
-    def check_out(self, bound: Bound, given: Mapping[str, Any], out: Any) -> None:
-        """Raise unless the first output shown can be written to `out`."""
-        name, names = self.__name__, self.arguments
         arrays, others = bound.a[: len(names)], bound.a[len(names) :]
         first = reference(arrays)
         shape, dtype = self.primitive.describe(bound.a)[self.shown(bound)[0]]
@@ -337,6 +333,7 @@ class Op(Generic[F_co]):
             shared = sharing(out, [array for _, array in parts])
             if shared is not None:
                 refuse(ValueError, name, "out", f"shares memory with {parts[shared][0]}", "not")
+        return out if bound.lead is None else flat(out, out.ndim - len(bound.lead))
 
     def vjp(
         self,
