@@ -903,7 +903,8 @@ def test_an_array_of_another_dtype_or_rank_or_none_is_named(example):
         if name not in example.leaves:
             continue
         # A leading dimension may be several.
-        many = () if name == p.op.leading else (p.arguments[name][(None,) * 7],)
+        several = declared.lead and not declared.broadcasts
+        many = () if several else (p.arguments[name][(None,) * 7],)
         for wrong in (*many, *([np.ones(())] * (name != "mask"))):
             refused(p, {name: wrong}, ValueError, rf"{name} has shape .*; it")
         if not declared.optional:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import numpy as np
 
 from fusedops._frame import registry
-from fusedops._frame.arrays import cast, namespace
 from fusedops._frame.check import (
     as_array,
     device_of,
@@ -31,7 +30,7 @@ from fusedops._frame.kinds import CONSTANTS, Kind, Made, Plans, are_one, arrange
 from fusedops._frame.packed import Packed
 from fusedops._frame.primitive import Primitive
 from fusedops._frame.registry import Explanation
-from fusedops._frame.shapes import Array, Sizes, checked, flat, flattened, led
+from fusedops._frame.shapes import checked, flat, led
 
 F = TypeVar("F", bound=Callable[..., Any])
 F_co = TypeVar("F_co", bound=Callable[..., Any], covariant=True)
@@ -44,6 +43,8 @@ class Bound(NamedTuple):
     shown: str | tuple[str, ...]
     # Raises if values of the arguments are bad, which their kinds don't show.
     values: Callable[[Any], None] | None = None
+    # The op's arrays, as they meet their declarations.
+    arrays: Mapping[str, Any] = MappingProxyType({})
     # The dimensions that outputs have in place of their first; None for the first itself.
     lead: tuple[int, ...] | None = None
 
@@ -71,7 +72,6 @@ def op(
     primitive: Primitive,
     *,
     names: Mapping[str, str] | None = None,
-    leading: str | None = None,
     sharded: str | None = None,
     by_request: Sequence[str] = (),
 ) -> Callable[[F], Op[F]]: ...
@@ -114,7 +114,7 @@ def op(primitive: Primitive, *, overloads: Any = None, pack: Any = None, **optio
             return of.serve(kind, asked, backend, args, kwargs)
 
         shown: Any = call
-        for attribute in ("primitive", "declared", "leading", "by_request", "bound"):
+        for attribute in ("primitive", "declared", "by_request", "bound"):
             setattr(shown, attribute, getattr(of, attribute))
         shown.vjp, shown.explain = outside_of_graphs(of.vjp), outside_of_graphs(of.explain)
         registry.ops[name] = shown
@@ -127,10 +127,9 @@ class Op(Generic[F_co]):
     """A public op, the function `check` in front of a primitive; users hold its `call`.
 
     `names` maps names of the primitive's arrays to names in the signature, if they differ.
-    `leading` names an array that may have any number of dimensions in place of its first, as
-    outputs and arrays that broadcast then have too. `sharded` is the module whose function of the
-    op's name serves calls in which that array is a DTensor; without it they are refused.
-    `by_request` names arrays by which `vjp` has gradients only if its `wrt` asks for them.
+    `sharded` is the module whose function of the op's name serves calls in which the first argument
+    is a DTensor; without it they are refused. `by_request` names arrays by which `vjp` has
+    gradients only if its `wrt` asks for them.
     """
 
     __doc__: str
@@ -142,12 +141,11 @@ class Op(Generic[F_co]):
         primitive: Primitive,
         check: Callable[..., Any],
         names: Mapping[str, str] | None = None,
-        leading: str | None = None,
         sharded: str | None = None,
         by_request: Sequence[str] = (),
     ) -> None:
         self.primitive, self.check, self.names = primitive, check, names or {}
-        self.leading, self.sharded, self.by_request = leading, sharded, by_request
+        self.sharded, self.by_request = sharded, by_request
         self.__name__ = check.__name__
         self.signature = inspect.signature(check)
         self.takes_out = "out" in self.signature.parameters
@@ -161,7 +159,9 @@ class Op(Generic[F_co]):
             for name, parameter in self.signature.parameters.items()
             if name in found
         }
-        self.broadcast = [name for name, array in self.declared.items() if array.broadcasts]
+        #: The arrays that the primitive gets in other shapes.
+        self.filled = [name for name, of in self.declared.items() if of.broadcasts or of.lead]
+        self.lead = next((of.lead for of in self.declared.values() if of.lead), "")
         self.plans: Plans[Callable[..., Any]] = Plans()
 
     def bind(self, args: Any, kwargs: Any) -> tuple[Bound, Bound]:
@@ -180,27 +180,24 @@ class Op(Generic[F_co]):
             if not is_tensor(value) and not isinstance(value, np.ndarray):
                 was = None if value is None else f"a {type(value).__name__}"
                 refuse(TypeError, name, argument, f"is {was}", "be an array, to be updated")
-        lead, flatten = flattened(name, declared, self.leading, by_name)
-        again = {argument: of(by_name[argument]) for argument, of in flatten.items()}
-        arrays, sizes = checked(name, declared, by_name | again, primitive.later)
+        arrays, sizes = checked(name, declared, by_name, primitive.later)
         call.arguments.update(arrays)
         given: Bound = self.check(*call.args, **call.kwargs)
         _check_bound(name, primitive, given)
-        given = given._replace(lead=lead)
-        parts = primitive.Arguments._make(given.a)
-        for argument in self.broadcast:
-            full = _broadcast(declared[argument], getattr(parts, argument), parts[0], sizes)
-            parts = parts._replace(**{argument: full})
-        for argument, of in flatten.items():
-            after = getattr(parts, argument)
-            function = _chained(of, after.function) if isinstance(after, Made) else of
-            parts = parts._replace(**{argument: Made(function, by_name[argument])})
+        parts, lead = primitive.Arguments._make(given.a), sizes.get(self.lead)
+        for argument in arrays.keys() & self.filled:
+            value = getattr(parts, argument)
+            fill = declared[argument].filling(value, given.a[0].dtype, sizes)
+            if fill is not None:
+                parts = parts._replace(**{argument: Made(fill, value)})
+        lead = None if lead is None or len(lead) == 1 else lead
         made = [part.make() if isinstance(part, Made) else part for part in parts]
+        given = given._replace(a=parts, arrays=arrays, lead=lead)
         bound = given._replace(a=primitive.Arguments._make(made))
         primitive.sizes(bound.a, name, self.names)
         if bound.values is not None:
             bound.values(bound.a)
-        return given._replace(a=parts), bound
+        return given, bound
 
     def bound(self, *args: Any, **kwargs: Any) -> Bound:
         """Return the checked call."""
@@ -215,16 +212,6 @@ class Op(Generic[F_co]):
         shown = names_of(bound)
         return [True if output in shown else None for output in self.primitive.outputs]
 
-    def asking(
-        self, bound: Bound, asked: str | None, backend: str | None
-    ) -> contextlib.AbstractContextManager[None]:
-        """Return a context that asks for a call's backend.
-
-        A compiled graph chooses its backend when it runs, not when it is traced.
-        """
-        tracing = is_tensor(reference(bound.a)) and traced()
-        return registry.asking(backend if tracing else asked)
-
     def serve(
         self,
         kind: Kind | None,
@@ -235,7 +222,7 @@ class Op(Generic[F_co]):
         out: Any = None,
     ) -> Any:
         """Return the results of a call, the first of them in `out`; keep the plan of its kind."""
-        first = args[0] if args else kwargs.get(str(self.leading))
+        first = args[0] if args else kwargs.get(next(iter(self.signature.parameters)))
         if self.sharded and out is None and is_dtensor(first) and not traced():
             serve = getattr(importlib.import_module(self.sharded), self.__name__)
             return serve(*args, backend=backend, **kwargs)
@@ -244,7 +231,9 @@ class Op(Generic[F_co]):
         if out is not None:
             by_name = {**dict(zip(self.signature.parameters, args, strict=False)), **kwargs}
             slots[self.shown(bound)[0]] = self.checked_out(bound, by_name, out)
-        with self.asking(bound, asked, backend):
+        # A compiled graph chooses its backend when it runs, not when it is traced.
+        tracing = is_tensor(reference(bound.a)) and traced()
+        with registry.asking(backend if tracing else asked):
             y = self.primitive(*bound.a, out=slots)
             if kind is not None:
                 found = self.planned(given, bound, slots, (*args, *kwargs.values()))
@@ -364,16 +353,13 @@ class Op(Generic[F_co]):
             y = primitive(*bound.a, out=primitive.with_saved(self.slots(bound)))
         # Two arrays of a primitive may have one name in the signature.
         wanted = [True if array is not None and arg in by else None for arg, array in pairs]
-        smaller = (*self.broadcast, *self.by_request)
-        by_name = self.signature.bind(*args, **kwargs).arguments if smaller else {}
-        narrow = {argument: by_name[argument] for argument in smaller if argument in by_name}
 
         def pullback(*cotangents: Any) -> tuple[Any, ...]:
             dy = self.cotangents(bound, y, cotangents)
             with registry.asking(asked):
                 found = primitive.pulled_back(bound.a, y, dy, wanted)
-            gradients = self.as_given(found, bound.lead, narrow)
-            return tuple([dx for dx, want in zip(gradients, wanted, strict=True) if want])
+            each = zip(self.arguments, found, wanted, strict=True)
+            return tuple([self.as_given(bound, name, dx) for name, dx, want in each if want])
 
         return self.results(bound)(y), pullback
 
@@ -399,21 +385,18 @@ class Op(Generic[F_co]):
             dy[output] = value.astype(like.dtype, copy=False).reshape(like.shape)
         return tuple(dy.values())
 
-    def as_given(
-        self, found: Sequence[Any], lead: tuple[int, ...] | None, narrow: Mapping[str, Any]
-    ) -> list[Any]:
-        """Return cotangents of the primitive's arrays in the shapes of the op's arguments."""
-        leads: dict[str, Any] = {}
-        if lead is not None:
-            leads = {**dict.fromkeys(self.broadcast, lead or (1,)), str(self.leading): lead}
-        gradients = []
-        for argument, dx in zip(self.arguments, found, strict=True):
-            if dx is not None and argument in leads:
-                dx = led(dx, leads[argument])
-            if dx is not None and argument in narrow:
-                dx = _summed(dx, narrow[argument])
-            gradients.append(dx)
-        return gradients
+    def as_given(self, bound: Bound, argument: str, dx: Any) -> Any:
+        """Return a cotangent of the primitive's array in the shape and dtype of the argument."""
+        if dx is None or argument not in (*self.filled, *self.by_request):
+            return dx
+        given = bound.arrays[argument]
+        if bound.lead is not None and self.declared[argument].lead:
+            dx = led(dx, bound.lead or (1,))
+        if dx.shape != given.shape:
+            more = dx.ndim - given.ndim
+            axes = (*range(more), *(more + i for i, n in enumerate(given.shape) if n == 1))
+            dx = dx.sum(axes).reshape(given.shape)
+        return dx.astype(given.dtype, copy=False) if given.dtype.kind == "f" else dx
 
     def explain(self, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
         """Return which backend serves the call, and why."""
@@ -479,18 +462,6 @@ def _check_bound(op: str, primitive: Primitive, bound: Any) -> None:
     refuse(TypeError, op, "its function", was, should)
 
 
-def _broadcast(array: Array, given: Any, first: Any, sizes: Sizes) -> Any:
-    """Return an array of full shape and `first`'s dtype, or a `Made` that broadcasts it."""
-    shape, dtype = array.full_shape(sizes), first.dtype
-    if given is None or (tuple(given.shape) == shape and given.dtype == dtype):
-        return given
-
-    def broadcast(given: Any) -> Any:
-        return namespace(given).broadcast_to(cast(given, dtype), shape)
-
-    return Made(broadcast, given)
-
-
 def _named_arrays(name: str | None, value: Any) -> list[tuple[str | None, Any]]:
     """Return the arrays of an argument with its name; None means the packed one's own names."""
     if isinstance(value, np.ndarray) or is_tensor(value):
@@ -500,15 +471,6 @@ def _named_arrays(name: str | None, value: Any) -> list[tuple[str | None, Any]]:
     return [
         (name or field, array) for field, array in zip(value._fields, value.arrays(), strict=False)
     ]
-
-
-def _summed(array: Any, given: Any) -> Any:
-    """Return `array` summed to the shape of `given`, and in its dtype if that is a float."""
-    given = np.asarray(given)
-    more = array.ndim - given.ndim
-    axes = (*range(more), *(more + i for i, n in enumerate(given.shape) if n == 1))
-    summed = array.sum(axes).reshape(given.shape)
-    return summed.astype(given.dtype, copy=False) if given.dtype.kind == "f" else summed
 
 
 _OUT = """
@@ -575,7 +537,3 @@ def _apart(values: tuple[Any, ...]) -> list[Any]:
         again = again and any([value is other for other in found])
         found.append(value[...] if again else value)
     return found
-
-
-def _chained(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: second(first(value))

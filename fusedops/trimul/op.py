@@ -43,8 +43,8 @@ _OWN = {"bfloat16": "bf16", "float16": "fp16"}
 
 #: The op's arrays, in the order of its signature.
 ARRAYS = {
-    "x": "(B, N, N, C), C > 0",
-    "mask": "(B?, N?, N?), optional, integers",
+    "x": "(*B, N, N, C), C > 0",
+    "mask": "(*B, N, N), optional, integers, broadcast",
     "norm_in_weight": "(C), optional",
     "norm_in_bias": "(C), optional",
     "p_in_weight": "(2 * H, C), H > 0",
@@ -291,7 +291,7 @@ trimul = Primitive(
     arrays=ARRAYS,
     static=STATIC,
     sizes=_SIZES,
-    outputs={"out": "(B, N, N, D) as x", "hidden": "(B, H, N, N)"},
+    outputs={"out": "(*B, N, N, D) as x", "hidden": "(*B, H, N, N)"},
     formula=_formula,
     pullback=_pullback,
     saves=("hidden",),
@@ -300,7 +300,7 @@ trimul = Primitive(
 trimul_vjp = Primitive(
     "triangle_multiplicative_update_vjp",
     family="trimul",
-    arrays={**ARRAYS, "hidden": "(B, H, N, N)", "dout": "(B, N, N, D)"},
+    arrays={**ARRAYS, "hidden": "(*B, H, N, N)", "dout": "(*B, N, N, D)"},
     static=STATIC,
     sizes=_SIZES,
     outputs={f"d{name}": f"like {name}" for name in ARRAYS},
@@ -395,7 +395,7 @@ end_vjp = Primitive(
 )
 
 
-@op(trimul, leading="x", sharded="fusedops.distributed.dtensors")
+@op(trimul, sharded="fusedops.distributed.dtensors")
 def triangle_multiplicative_update(
     x: ArrayT,
     direction: Direction = "outgoing",
