@@ -39,11 +39,13 @@ F_co = TypeVar("F_co", bound=Callable[..., Any], covariant=True)
 class Bound(NamedTuple):
     """A checked call: the primitive's arguments, and the outputs that are shown."""
 
-    a: Any
+    # The arguments, some of them `Made`.
+    parts: Any
     shown: str | tuple[str, ...]
     # Raises if values of the arguments are bad, which their kinds don't show.
     values: Callable[[Any], None] | None = None
-    # The op's arrays, as they meet their declarations.
+    # The record of the arguments; the op's arrays, as they meet their declarations.
+    a: Any = None
     arrays: Mapping[str, Any] = MappingProxyType({})
     # The dimensions that outputs have in place of their first; None for the first itself.
     lead: tuple[int, ...] | None = None
@@ -164,8 +166,8 @@ class Op(Generic[F_co]):
         self.lead = next((of.lead for of in self.declared.values() if of.lead), "")
         self.plans: Plans[Callable[..., Any]] = Plans()
 
-    def bind(self, args: Any, kwargs: Any) -> tuple[Bound, Bound]:
-        """Return a checked call, and the same call with every `Made` argument made."""
+    def bound(self, *args: Any, **kwargs: Any) -> Bound:
+        """Return a checked call."""
         name, primitive, declared = self.__name__, self.primitive, self.declared
         try:
             call = self.signature.bind(*args, **kwargs)
@@ -182,26 +184,21 @@ class Op(Generic[F_co]):
                 refuse(TypeError, name, argument, f"is {was}", "be an array, to be updated")
         arrays, sizes = checked(name, declared, by_name, primitive.later)
         call.arguments.update(arrays)
-        given: Bound = self.check(*call.args, **call.kwargs)
-        _check_bound(name, primitive, given)
-        parts, lead = primitive.Arguments._make(given.a), sizes.get(self.lead)
+        bound: Bound = self.check(*call.args, **call.kwargs)
+        _check_bound(name, primitive, bound)
+        parts, lead = primitive.Arguments._make(bound.parts), sizes.get(self.lead)
         for argument in arrays.keys() & self.filled:
             value = getattr(parts, argument)
-            fill = declared[argument].filling(value, given.a[0].dtype, sizes)
+            fill = declared[argument].filling(value, bound.parts[0].dtype, sizes)
             if fill is not None:
                 parts = parts._replace(**{argument: Made(fill, value)})
         lead = None if lead is None or len(lead) == 1 else lead
-        made = [part.make() if isinstance(part, Made) else part for part in parts]
-        given = given._replace(a=parts, arrays=arrays, lead=lead)
-        bound = given._replace(a=primitive.Arguments._make(made))
-        primitive.sizes(bound.a, name, self.names)
+        a = [part.make() if isinstance(part, Made) else part for part in parts]
+        a = primitive.Arguments._make(a)
+        primitive.sizes(a, name, self.names)
         if bound.values is not None:
-            bound.values(bound.a)
-        return given, bound
-
-    def bound(self, *args: Any, **kwargs: Any) -> Bound:
-        """Return the checked call."""
-        return self.bind(args, kwargs)[1]
+            bound.values(a)
+        return bound._replace(parts=parts, a=a, arrays=arrays, lead=lead)
 
     def shown(self, bound: Bound) -> list[int]:
         """Return the places of the outputs that a call shows."""
@@ -226,7 +223,7 @@ class Op(Generic[F_co]):
         if self.sharded and out is None and is_dtensor(first) and not traced():
             serve = getattr(importlib.import_module(self.sharded), self.__name__)
             return serve(*args, backend=backend, **kwargs)
-        given, bound = self.bind(args, kwargs)
+        bound = self.bound(*args, **kwargs)
         slots = self.slots(bound)
         if out is not None:
             by_name = {**dict(zip(self.signature.parameters, args, strict=False)), **kwargs}
@@ -236,7 +233,7 @@ class Op(Generic[F_co]):
         with registry.asking(backend if tracing else asked):
             y = self.primitive(*bound.a, out=slots)
             if kind is not None:
-                found = self.planned(given, bound, slots, (*args, *kwargs.values()))
+                found = self.planned(bound, slots, (*args, *kwargs.values()))
                 if found is not None:
                     self.plans.keep(kind, found)
         results = self.results(bound)(y)
@@ -245,15 +242,15 @@ class Op(Generic[F_co]):
         return (out, *results[1:]) if isinstance(results, tuple) else out
 
     def planned(
-        self, given: Bound, bound: Bound, slots: Sequence[Any], values: tuple[Any, ...]
+        self, bound: Bound, slots: Sequence[Any], values: tuple[Any, ...]
     ) -> Callable[[tuple[Any, ...]], Any] | None:
         """Return a function from a call's `values` that serves its kind without checks, or None.
 
         It needs each argument of the primitive to be arranged from the values. A value that isn't
         passed on, such as a 0-d array for an int, counts by more than its kind.
         """
-        arrange = arranged(given.a, values)
-        used = [part.of if isinstance(part, Made) else (part,) for part in given.a]
+        arrange = arranged(bound.parts, values)
+        used = [part.of if isinstance(part, Made) else (part,) for part in bound.parts]
         counted = {id(source) for sources in used for source in sources}
         passed = all([type(value) in CONSTANTS or id(value) in counted for value in values])
         if arrange is None or not passed:
@@ -339,7 +336,7 @@ class Op(Generic[F_co]):
         if "out" in kwargs:
             raise TypeError(f"{name}.vjp: it takes no out")
         asked = registry.forced(backend, name)
-        _, bound = self.bind(args, kwargs)
+        bound = self.bound(*args, **kwargs)
         pairs = list(zip(self.arguments, bound.a, strict=False))
         for argument, array in pairs:
             if is_tensor(array):
@@ -453,8 +450,8 @@ def _check_bound(op: str, primitive: Primitive, bound: Any) -> None:
     fields = primitive.Arguments._fields
     if not isinstance(bound, Bound):
         was, should = f"returned a {type(bound).__name__}", "return to_run(...)"
-    elif len(bound.a) != len(fields):
-        was, should = f"gave to_run {len(bound.a)} arguments", f"give {', '.join(fields)}"
+    elif len(bound.parts) != len(fields):
+        was, should = f"gave to_run {len(bound.parts)} arguments", f"give {', '.join(fields)}"
     elif not set(names_of(bound)) <= set(primitive.outputs):
         was, should = f"shows {bound.shown!r}", f"show some of {', '.join(primitive.outputs)}"
     else:
