@@ -278,7 +278,7 @@ def choose(request: Request) -> tuple[Backend, Callable[..., Any]]:
         if request.forced in (None, backend.name) and why_not(backend, request) is None:
             break
     else:
-        raise BackendUnavailable(str(_explain(request, None)))
+        raise BackendUnavailable(str(explain(request)))
     if request.device == "cuda" and backend.name == "torch" and request.forced is None:
         # If Triton only lacks a kernel, the user can do nothing about it.
         reason = BACKENDS[0].why_not(request)
@@ -313,13 +313,8 @@ class Explanation:
         return "\n".join(lines)
 
 
-def _explain(request: Request, chosen: BackendName | None) -> Explanation:
-    return Explanation(request, chosen, {b.name: why_not(b, request) for b in BACKENDS})
-
-
 def explain(request: Request) -> Explanation:
     """Return the choice for a request, with a reason for every backend."""
-    try:
-        return _explain(request, choose(request)[0].name)
-    except BackendUnavailable:
-        return _explain(request, None)
+    reasons: dict[str, str | None] = {b.name: why_not(b, request) for b in BACKENDS}
+    able = [b.name for b in BACKENDS if request.forced in (None, b.name) and not reasons[b.name]]
+    return Explanation(request, able[0] if able else None, reasons)
