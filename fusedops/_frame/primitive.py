@@ -266,14 +266,15 @@ class Primitive:
         wanted: Sequence[Any],
         seen: Callable[[Call], None] | None = None,
     ) -> Any:
-        """Return a cotangent for every array; None if it is unwanted or zero.
+        """Return a cotangent for every array, None if it is unwanted or zero; or NotImplemented.
 
         A pullback that is one call shows it to `seen` first. No pullback gets zeros alone.
         """
-        if not any([cotangent is not None for cotangent in dy]):
+        if not any([cotangent is not None for cotangent in dy]) or not any(wanted):
             return (None,) * len(wanted)
-        pullback: Any = self.pullback
-        found = pullback(a, y, self.Outputs._make(dy), self.Arrays._make(wanted))
+        if self.pullback is None:
+            return NotImplemented
+        found = self.pullback(a, y, self.Outputs._make(dy), self.Arrays._make(wanted))
         if found is NotImplemented:
             return found
         if isinstance(found, Call):

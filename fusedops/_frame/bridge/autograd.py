@@ -200,13 +200,8 @@ def pulled_back(
     """Return a cotangent for every array that wants one, from the outputs `y` that are kept."""
     if any([is_batch(cotangent) for cotangent in dy]):
         return row_by_row(lambda dy: pulled_back(primitive, a, y, dy, wanted), dy)
-    if primitive.pullback is not None:
-        found = primitive.pulled_back(a, y, dy, wanted, seen)
-        if found is not NotImplemented:
-            return found
-    if not any([cotangent is not None for cotangent in dy]) or not any(wanted):
-        return [None] * len(wanted)
-    return _pulled_back_by_formula(primitive, a, dy, wanted)
+    found: Any = primitive.pulled_back(a, y, dy, wanted, seen)
+    return _pulled_back_by_formula(primitive, a, dy, wanted) if found is NotImplemented else found
 
 
 def _pulled_back_by_formula(
