@@ -195,7 +195,7 @@ class Primitive:
         slots = self.all if out is None else tuple(out)
         plan = self.plan(a, slots)
         if plan is None:
-            return loaded().traced_or_transformed(self, a, slots)
+            plan = loaded().plan(self, a, slots)
         return plan(a, slots)
 
     def formula(self, a: Any) -> tuple[Any, ...]:
@@ -220,7 +220,7 @@ class Primitive:
             if is_tensor(reference(a)):
                 if loaded().transforms():
                     return None
-                make = loaded().eager
+                make = loaded().plan
             found = self.plans.keep(kind, make(self, a, slots))
         return found
 

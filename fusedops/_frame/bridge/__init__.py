@@ -8,13 +8,14 @@ state of torch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from fusedops._frame.bridge.autograd import recorded, transformed
-from fusedops._frame.bridge.evaluation import HALF, evaluation, into
+from fusedops._frame.bridge.evaluation import HALF, evaluation
 from fusedops._frame.bridge.graphs import call_registered
 from fusedops._frame.bridge.modes import (  # noqa: F401
     guard,
@@ -55,12 +56,24 @@ def __getattr__(name: str) -> Any:
     return found
 
 
-def eager(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[Any, Any], Any]:
-    """Return a plan that evaluates a primitive on tensors of these kinds, as eager torch would."""
+def plan(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[Any, Any], Any]:
+    """Return a function that evaluates a primitive on tensors of these kinds.
+
+    It serves this call alone where torch traces or transforms it.
+    """
     if _narrow(primitive, a):
-        wide = eager(primitive, _in_float32(primitive, a), slots)
+        wide = plan(primitive, _in_float32(primitive, a), slots)
         return lambda a, slots: wide(_in_float32(primitive, a), slots)
-    if _differentiated(primitive, a):
+    arrays = a[: len(primitive.arrays)]
+    asked = watched(arrays)
+    if asked and primitive.mutates:
+        raise RuntimeError(primitive.no_gradient(primitive.name))
+    # A registered op has no rule for transforms, and its outputs lose tangents.
+    if private().transforming() or has_tangent(arrays):
+        return functools.partial(transformed, primitive)
+    if transforms() and traced():
+        return functools.partial(call_registered, primitive)
+    if asked:
         return recorded(primitive, a, slots)
     run = evaluation(primitive, a, slots)
     if primitive.mutates or any([isinstance(slot, torch.Tensor) for slot in slots]):
@@ -84,14 +97,6 @@ def _in_float32(primitive: Primitive, a: Any) -> Any:
     return primitive.Arguments._make([*cast, *a[count:]])
 
 
-def _differentiated(primitive: Primitive, a: Any) -> bool:
-    """Return whether autograd must know of a call; raise where there is no derivative."""
-    asked = watched(a[: len(primitive.arrays)])
-    if asked and primitive.mutates:
-        raise RuntimeError(primitive.no_gradient(primitive.name))
-    return asked
-
-
 def _told(primitive: Primitive, run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Count writes that autograd hasn't seen, so that it finds stale saved tensors."""
 
@@ -103,19 +108,3 @@ def _told(primitive: Primitive, run: Callable[[Any, Any], Any]) -> Callable[[Any
         return y
 
     return told
-
-
-def traced_or_transformed(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Any:
-    """Evaluate a primitive where torch traces it, or transforms it."""
-    if _narrow(primitive, a):
-        a = _in_float32(primitive, a)
-    _differentiated(primitive, a)
-    arrays = a[: len(primitive.arrays)]
-    # A registered op has no rule for transforms, and its outputs lose tangents.
-    if private().transforming() or has_tangent(arrays):
-        y = transformed(primitive, a, slots)
-    elif traced():
-        y = call_registered(primitive, a, slots)
-    else:
-        return eager(primitive, a, slots)(a, slots)
-    return primitive.Outputs._make(into(slots, y))

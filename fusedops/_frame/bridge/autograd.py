@@ -10,7 +10,7 @@ import torch
 
 from fusedops._frame import registry
 from fusedops._frame.bridge.batched import is_batch, row_by_row
-from fusedops._frame.bridge.evaluation import as_written, evaluation
+from fusedops._frame.bridge.evaluation import as_written, evaluation, into
 from fusedops._frame.bridge.modes import pushed_forward, transforms
 from fusedops._frame.check import reference
 from fusedops._frame.kinds import Kind, Plans, arranged, picker
@@ -316,10 +316,10 @@ def _alive(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def transformed(primitive: Primitive, a: Any, slots: Sequence[Any]) -> tuple[Any, ...]:
+def transformed(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Any:
     """Return outputs where torch.func transforms a call."""
     if primitive.mutates:
         raise RuntimeError(primitive.no_gradient(primitive.name))
     wanted = tuple([slot if slot is None else True for slot in slots])
     step = Step(primitive, a, primitive.with_saved(wanted))
-    return _Transformed.apply(step, a[step.others], *step.given(a))
+    return into(primitive, slots, _Transformed.apply(step, a[step.others], *step.given(a)))

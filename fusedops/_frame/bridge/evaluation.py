@@ -41,7 +41,7 @@ def evaluation(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[
 
         def formula(a: Any, slots: Sequence[Any]) -> Any:
             with torch.no_grad(), as_written(reference(a)):
-                return primitive.Outputs._make(into(slots, kernel(a)))
+                return into(primitive, slots, kernel(a))
 
         return formula
     return _on_tensors(primitive, backend, kernel, a, slots)
@@ -55,9 +55,9 @@ def described(primitive: Primitive, a: Any) -> list[tuple[tuple[int, ...], torch
     ]
 
 
-def into(slots: Sequence[Any], outputs: Sequence[Any]) -> tuple[Any, ...]:
+def into(primitive: Primitive, slots: Sequence[Any], outputs: Sequence[Any]) -> Any:
     """Return the outputs that are wanted, copied into the tensors given for them."""
-    return tuple(
+    return primitive.Outputs._make(
         [
             slot.copy_(output) if isinstance(slot, torch.Tensor) else slot and output
             for slot, output in zip(slots, outputs, strict=True)

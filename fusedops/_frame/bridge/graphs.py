@@ -12,7 +12,7 @@ import torch
 
 from fusedops._frame import registry
 from fusedops._frame.bridge.autograd import pulled_back
-from fusedops._frame.bridge.evaluation import described, evaluation
+from fusedops._frame.bridge.evaluation import described, evaluation, into
 from fusedops._frame.check import reference
 from fusedops._frame.kinds import Plans, kind_of
 from fusedops._frame.packed import Packed
@@ -52,14 +52,14 @@ def _put_together(primitive: Primitive, flat: Sequence[Any]) -> tuple[Any, ...]:
 def call_registered(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Any:
     """Return outputs where torch traces a call."""
     given = len(primitive.arrays) + len(primitive.constants)
-    if any(isinstance(array, torch.Tensor) and array.requires_grad for array in a[:given]):
-        slots = primitive.with_saved(slots)
-    wanted = [slot is not None for slot in slots]
+    differ = any(isinstance(array, torch.Tensor) and array.requires_grad for array in a[:given])
+    made = primitive.with_saved(slots) if differ else slots
+    wanted = [slot is not None for slot in made]
     operator = getattr(torch.ops.fusedops, primitive.name)
     flat = _take_apart(primitive, a[given:])
     outputs = operator(*a[:given], *flat, wanted, registry.asked() or "")
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    return _made(primitive, a, slots, outputs)
+    return into(primitive, slots, _made(primitive, a, made, outputs))
 
 
 def _made(primitive: Primitive, a: Any, slots: Sequence[Any], outputs: Sequence[Any]) -> Any:
