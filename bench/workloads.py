@@ -15,7 +15,7 @@ import fusedops
 from fusedops import samples
 from fusedops._catalogue import BOTH, FORWARD, Call, Steps, tolerance
 from fusedops._frame import registry
-from fusedops._frame.check import dtype_name, is_tensor, reference
+from fusedops._frame.check import is_tensor, reference
 from fusedops._frame.op import Op, names_of
 from fusedops._frame.packed import Packed
 from fusedops.density import atom_radius
@@ -80,12 +80,11 @@ class Problem(Call):
         a, shown = self._bound()
         shape, dtype = primitive.describe(a)[primitive.outputs.index(shown)]
         first = reference(a)
-        dtype = dtype or dtype_name(first.dtype)
         if is_tensor(first):
             import torch
 
             torch.manual_seed(1)
-            return torch.randn(tuple(shape), device=first.device, dtype=getattr(torch, dtype))
+            return torch.randn(tuple(shape), device=first.device, dtype=dtype)
         return np.random.default_rng(1).standard_normal(shape).astype(dtype)[()]
 
     def backward(self, backend: str | None, cotangent: Any) -> Callable[[], tuple[Any, ...]]:

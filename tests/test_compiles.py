@@ -93,7 +93,7 @@ for primitive, case in cases.items():
     ]
     a = primitive.Arguments._make(values)
     outputs = [
-        output and torch.empty(output[0], dtype=getattr(torch, output[1]))
+        output and torch.empty(output[0], dtype=output[1])
         for output in primitive.describe(a)
     ]
     kernel(a, primitive.Outputs._make(outputs))

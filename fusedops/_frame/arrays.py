@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from fusedops._frame.check import accumulator, is_tensor, promoted
+from fusedops._frame.check import is_tensor, promoted
 from fusedops._frame.torch_private import private
 
 if TYPE_CHECKING:
@@ -47,16 +47,15 @@ def double(array: Any) -> Any:
     return array.float() if array.device.type == "mps" else array.double()
 
 
+def dtype_of(name: str, like: Any) -> Any:
+    """Return the dtype of a name, in the framework of an array."""
+    return getattr(namespace(like), name) if is_tensor(like) else np.dtype(name)
+
+
 def cast(array: Any, like: Any) -> Any:
     """Return `array` in the dtype of `like`, a dtype or an array."""
     dtype = getattr(like, "dtype", like)
     return array.to(dtype) if is_tensor(array) else array.astype(dtype)
-
-
-def dtype_of_sums(array: Any) -> Any:
-    """Return the dtype of sums over an array."""
-    name = accumulator(array)
-    return array.dtype if name is None else getattr(namespace(array), name)
 
 
 def copied(array: Any, dtype: Any) -> Any:

@@ -71,11 +71,10 @@ def warn(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=level)
 
 
-def accumulator(array: Any) -> str | None:
-    """Return the dtype of sums over an array, or None for the array's own."""
-    if isinstance(array, np.ndarray) or array.dtype.itemsize > 2:
-        return None
-    return "float32"
+def accumulator(array: Any) -> Any:
+    """Return the dtype of sums over an array: no tensor's is narrower than float32."""
+    narrow = is_tensor(array) and array.itemsize == 2
+    return sys.modules["torch"].float32 if narrow else array.dtype
 
 
 def device_of(array: Any) -> str:

@@ -298,8 +298,9 @@ class Op(Generic[F_co]):
         at = next(at for at, array in enumerate(arrays) if array is first)
         same_device(name, "out", device_of(out), names[at], device_of(first))
         of_shape(name, "out", out, shape)
-        if dtype_name(out.dtype) != dtype:
-            refuse(TypeError, name, "out", f"has dtype {dtype_name(out.dtype)}", f"be {dtype}")
+        if out.dtype != dtype:
+            was, should = f"has dtype {dtype_name(out.dtype)}", f"be {dtype_name(dtype)}"
+            refuse(TypeError, name, "out", was, should)
         if is_tensor(out):
             contiguous, writable = out.is_contiguous(), True
             if bridge().watched((*arrays, out)):

@@ -241,7 +241,7 @@ class Primitive:
         return sizes
 
     def describe(self, a: Any) -> list[Any]:
-        """Return every output's shape and dtype name, or None for one that the call lacks."""
+        """Return every output's shape and dtype, or None for one that the call lacks."""
         sizes, first = self.sizes(a), reference(a)
         return [output.of(a, first, sizes) for output in self._outputs]
 

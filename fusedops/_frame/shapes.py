@@ -27,11 +27,10 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from fusedops._frame.arrays import cast, namespace
+from fusedops._frame.arrays import cast, dtype_of, namespace
 from fusedops._frame.check import (
     accumulator,
     alike,
-    dtype_name,
     floats,
     is_tensor,
     promoted,
@@ -267,14 +266,14 @@ class Output:
             if name not in given and name not in known:
                 raise ValueError(f"{name!r} should be an array, or a size")
 
-    def of(self, a: Any, first: Any, sizes: Sizes) -> tuple[tuple[Any, ...], str] | None:
-        """Return the shape and dtype name, or None if the call doesn't have this output."""
+    def of(self, a: Any, first: Any, sizes: Sizes) -> tuple[tuple[Any, ...], Any] | None:
+        """Return the shape and dtype, or None if the call doesn't have this output."""
         if any([not sizes[n] if n in sizes else getattr(a, n) is None for n in self.needs]):
             return None
         shape = tuple(getattr(a, self.like).shape) if self.like else _shape(self.terms, sizes)
         if self.dtype:
-            return shape, self.dtype
+            return shape, dtype_of(self.dtype, first)
         given = [a for a in [getattr(a, name) for name in self.arrays] if a is not None] or [first]
-        summed = accumulator(given[0]) if self.rule == "summed of" else None
-        dtype = given[0].dtype if self.rule == "as" else promoted(given)
-        return shape, summed or dtype_name(dtype)
+        if self.rule == "summed of":
+            return shape, accumulator(given[0])
+        return shape, given[0].dtype if self.rule == "as" else promoted(given)

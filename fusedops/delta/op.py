@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, overload
 
-from fusedops._frame.arrays import ArrayT, cast, dtype_of_sums, namespace, widened, zeros
-from fusedops._frame.check import flag, holds, indices, is_tensor, no_overlap, real, refuse
+from fusedops._frame.arrays import ArrayT, cast, namespace, widened, zeros
+from fusedops._frame.check import accumulator, flag, holds, indices, is_tensor, no_overlap, real, refuse
 from fusedops._frame.op import op, to_run
 from fusedops._frame.primitive import Call, Primitive
 from fusedops._frame.registry import BackendName
@@ -158,7 +158,7 @@ def _formula(a: Any) -> tuple[Any, Any]:
         finals.append(span.final_state)
     xp = namespace(given.q)
     out, final = xp.concatenate(outs, 1), xp.concatenate(finals, 0)
-    return cast(out, a.q), cast(final, dtype_of_sums(a.q))
+    return cast(out, a.q), cast(final, accumulator(a.q))
 
 
 def _vjp_formula(a: Any) -> tuple[Any, ...]:

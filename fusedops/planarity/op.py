@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
 
-from fusedops._frame.arrays import cast, double, dtype_of_sums, int64, namespace
+from fusedops._frame.arrays import cast, double, int64, namespace
 from fusedops._frame.check import (
+    accumulator,
     device_of,
     is_tensor,
     on_host,
@@ -112,17 +113,15 @@ def _scatter(rows: list[tuple[Any, Any]], like: Any) -> Any:
 def _nll_formula(a: Any) -> tuple[Any, Any]:
     """Define the restraint and its gradient."""
     xyz, planes, fit = a
-    total = planes.fields_like(xyz).constant.sum()
+    total = planes.fields_like(xyz).constant
     rows = []
     for index, weight in _runs(xyz, planes):
         plane = _Fit(xyz, index, weight, fit)
         total = total + 0.5 * (weight * plane.d**2).sum()
         g = plane.centred(weight * plane.d, fit)
         rows.append((index, g[..., None] * plane.normal[:, None]))
-    like = cast(xyz, dtype_of_sums(xyz))
-    if is_tensor(xyz):
-        return total.to(like), _scatter(rows, like)
-    return np.asarray(total, xyz.dtype), _scatter(rows, like)
+    like = cast(xyz, accumulator(xyz))
+    return cast(total.reshape(()), like), _scatter(rows, like)
 
 
 def _gradient_vjp_formula(a: Any) -> tuple[Any]:

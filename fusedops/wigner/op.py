@@ -6,7 +6,6 @@ The matrices come from `fusedops.harmonics`.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,6 @@ from fusedops._frame.arrays import ArrayT, add_at, added, cast, namespace, widen
 from fusedops._frame.check import (
     dtype_name,
     flag,
-    is_tensor,
     real,
 )
 from fusedops._frame.op import op, to_run
@@ -106,13 +104,9 @@ def _formula(a: Any) -> tuple[Any, ...]:
     if f is not None and dmessage is not None:
         dmessage = dmessage * f
     return tuple(
-        None if result is None else cast(result, _dtype_of(output[1], wigner))
+        None if result is None else cast(result, output[1])
         for result, output in zip((dx, dmessage, dwigner, df), described, strict=True)
     )
-
-
-def _dtype_of(name: str, like: Any) -> Any:
-    return getattr(sys.modules["torch"], name) if is_tensor(like) else np.dtype(name)
 
 
 def _add_at(total: Any, index: Any, values: Any) -> None:

@@ -47,14 +47,6 @@ def evaluation(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[
     return _on_tensors(primitive, backend, kernel, a, slots)
 
 
-def described(primitive: Primitive, a: Any) -> list[tuple[tuple[int, ...], torch.dtype] | None]:
-    """Return the shape and dtype of every output; None for an output that isn't made."""
-    return [
-        None if output is None else (output[0], getattr(torch, output[1]))
-        for output in primitive.describe(a)
-    ]
-
-
 def into(primitive: Primitive, slots: Sequence[Any], outputs: Sequence[Any]) -> Any:
     """Return the outputs that are wanted, copied into the tensors given for them."""
     return primitive.Outputs._make(
@@ -86,7 +78,7 @@ def _on_tensors(
     device = reference(a).device
     made = [
         (at, output[0], torch.empty(output[0], device="meta").stride(), output[1])
-        for at, (slot, output) in enumerate(zip(slots, described(primitive, a), strict=True))
+        for at, (slot, output) in enumerate(zip(slots, primitive.describe(a), strict=True))
         if slot is True and output is not None
     ]
     empty = _empty_on(device)
@@ -162,7 +154,7 @@ def _on_numpy(
         if array is not None and not _is_fit(array, to := dtype if at < count else array.dtype):
             unfit.append((at, to))
             cast[at] = torch.empty_like(array, dtype=to, device="meta")
-    outputs = described(primitive, a)
+    outputs = primitive.describe(a)
     tensors = [at for at, slot in enumerate(slots) if isinstance(slot, torch.Tensor)]
     fit = [at for at in tensors if _is_fit(slots[at], dtype)]
     seen = [(at, *layout_of(b)) for at, b in enumerate(cast) if isinstance(b, torch.Tensor)]

@@ -12,7 +12,7 @@ import torch
 
 from fusedops._frame import registry
 from fusedops._frame.bridge.autograd import pulled_back
-from fusedops._frame.bridge.evaluation import described, evaluation, into
+from fusedops._frame.bridge.evaluation import evaluation, into
 from fusedops._frame.check import reference
 from fusedops._frame.kinds import Plans, kind_of
 from fusedops._frame.packed import Packed
@@ -67,7 +67,7 @@ def _made(primitive: Primitive, a: Any, slots: Sequence[Any], outputs: Sequence[
     return tuple(
         [
             output if slot is not None and known is not None else None
-            for output, slot, known in zip(outputs, slots, described(primitive, a), strict=True)
+            for output, slot, known in zip(outputs, slots, primitive.describe(a), strict=True)
         ]
     )
 
@@ -135,7 +135,7 @@ class _Registered:
         first = reference(a)
         made = [
             output and first.new_empty(output[0], dtype=output[1])
-            for output in described(self.primitive, a)
+            for output in self.primitive.describe(a)
         ]
         return _returned(a, slots, made)
 
