@@ -136,8 +136,8 @@ def _differentiable() -> Any:
             if not x.is_cpu or traced():
                 return function(x)
             # NumPy and SciPy on our threads are faster than torch.
-            array = bridge().as_numpy(x.resolve_conj().resolve_neg())
-            return bridge().as_tensors([function(array)])[0]
+            array = bridge().tensors.as_numpy(x.resolve_conj().resolve_neg())
+            return bridge().tensors.as_tensors([function(array)])[0]
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

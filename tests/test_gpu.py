@@ -403,7 +403,7 @@ def test_edges_of_a_gpu_are_made_without_waiting():
 def test_edges_are_copies_and_leave_nothing_behind():
     import gc
 
-    from fusedops._frame.bridge import packed_read
+    from fusedops._frame.bridge.tensors import packed_read
 
     x, edges, wigner = graph_on_gpu()
     index = torch.stack(edges.tensors_here()[:2])

@@ -164,12 +164,12 @@ def test_another_list_of_tensors_is_packed(packings, change):
 def test_a_packed_list_is_forgotten_with_its_tensors():
     xyz, groups = listed()
     gc.collect()
-    before = len(bridge.packed_read)
+    before = len(bridge.tensors.packed_read)
     fusedops.planarity_nll(xyz, groups)
-    assert len(bridge.packed_read) == before + 1
+    assert len(bridge.tensors.packed_read) == before + 1
     del groups
     gc.collect()
-    assert len(bridge.packed_read) == before
+    assert len(bridge.tensors.packed_read) == before
 
 
 def test_views_of_a_tensor_find_its_packed_argument():

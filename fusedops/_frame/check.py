@@ -241,7 +241,7 @@ def values(op: str, name: str, value: Any) -> np.ndarray:
 
 def on_host(value: Any) -> np.ndarray:
     """Return an array or a tensor as a NumPy array; a tensor's floats as float64."""
-    array: np.ndarray = bridge().values(value) if is_tensor(value) else value
+    array: np.ndarray = bridge().tensors.values(value) if is_tensor(value) else value
     return array
 
 
@@ -255,7 +255,7 @@ def no_derivative(op: str, name: str, value: Any) -> None:
     if not is_tensor(value):
         return
     asks = "requires grad" if value.requires_grad else "has a tangent"
-    if value.requires_grad or bridge().has_tangent((value,)):
+    if value.requires_grad or bridge().modes.has_tangent((value,)):
         raise ValueError(f"{op}: {name} {asks}; it is a constant, pass x.detach()")
 
 

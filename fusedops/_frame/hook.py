@@ -39,6 +39,6 @@ def outside_of_graphs(function: F) -> F:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (bridge().uncompiled(function) if compiling() else function)(*args, **kwargs)
+        return (bridge().nodes.uncompiled(function) if compiling() else function)(*args, **kwargs)
 
     return cast(F, call)

@@ -94,7 +94,7 @@ class Plans(Generic[PlanT]):
         with self._lock:
             while len(self._plans) >= self.limit:
                 del self._plans[next(iter(self._plans))]
-            found = bridge().guard(tensors) if tensors else None, plan
+            found = bridge().modes.guard(tensors) if tensors else None, plan
             self._plans[key] = found, *self._plans.get(key, ())[: self.most - 1]
         return plan
 

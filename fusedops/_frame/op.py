@@ -97,7 +97,7 @@ def op(primitive: Primitive, *, overloads: Any = None, pack: Any = None, **optio
         def call(*args: Any, out: Any = None, backend: str | None = None, **kwargs: Any) -> Any:
             if compiling():
                 options = {"out": out, "backend": backend, **kwargs}
-                return bridge().compiled(name, args, options)
+                return bridge().nodes.compiled(name, args, options)
             asked = registry.forced(backend, name)
             if out is not None:
                 return of.serve(None, asked, backend, args, kwargs, out)
@@ -303,7 +303,7 @@ class Op(Generic[F_co]):
             refuse(TypeError, name, "out", was, should)
         if is_tensor(out):
             contiguous, writable = out.is_contiguous(), True
-            if bridge().watched((*arrays, out)):
+            if bridge().modes.watched((*arrays, out)):
                 raise RuntimeError(
                     f"{name}: out is given and an argument requires grad; it should be called "
                     "without out, or under torch.no_grad"

@@ -93,17 +93,18 @@ class Packed:
             if lasting and "torch" in sys.modules:
                 # Tensors first made inside of a compiled function would compile it again.
                 self.tensors_here()
-        if self._tensors is not None and not compiling() and loaded().are_plain(self._tensors):
-            _living.setdefault(id(self._tensors[0]), self)
+        tensors = self._tensors
+        if tensors is not None and not compiling() and loaded().tensors.are_plain(tensors):
+            _living.setdefault(id(tensors[0]), self)
 
     def tensors_here(self) -> Any:
         """Return a record of the arrays as torch tensors on this object's device."""
         if self._tensors is None:
             # Torch warns of read-only arrays, and a caller's may be read-only.
             arrays = [a if a.flags.writeable else a.copy() for a in self._arrays]
-            tensors = self._record(*bridge().as_tensors(arrays))
+            tensors = self._record(*bridge().tensors.as_tensors(arrays))
             # Tensors made in torch's FakeTensorMode are useless outside of it.
-            if not bridge().are_plain(tensors):
+            if not bridge().tensors.are_plain(tensors):
                 return tensors
             self.__dict__["_tensors"] = tensors
         return self._tensors
@@ -139,7 +140,7 @@ class Packed:
         >>> edges.to(torch.device("cpu")) is edges
         True
         """
-        return bridge().move(self, device)
+        return bridge().tensors.move(self, device)
 
     @classmethod
     def read(cls, op: str, *tensors: Any, in_graph: bool = False, **options: Any) -> Self:
@@ -197,7 +198,7 @@ class Packed:
         Views of the same memory find the object too. It is forgotten with the tensor of which the
         first one is a view, and not kept where NumPy may write.
         """
-        frame = loaded()
+        frame = loaded().tensors
         if not frame.versioned(tensors):
             return make()
         first, *others = [t if t._base is None else t._base for t in tensors]
@@ -276,7 +277,7 @@ class Packed:
     def __getattr__(self, name: str) -> Any:
         # Reached only for an array that exists only as a tensor so far.
         if name in type(self)._fields and self.device == "cpu" and self._tensors is not None:
-            array = _read_only(bridge().as_numpy(getattr(self._tensors, name)))
+            array = _read_only(bridge().tensors.as_numpy(getattr(self._tensors, name)))
             self.__dict__[name] = array
             return array
         raise AttributeError(f"{type(self).__name__} on {self.device} has no {name!r}")

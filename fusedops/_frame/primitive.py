@@ -218,7 +218,7 @@ class Primitive:
         if found is None:
             make: Any = _on_numpy
             if is_tensor(reference(a)):
-                if loaded().transforms():
+                if loaded().modes.transforms():
                     return None
                 make = loaded().plan
             found = self.plans.keep(kind, make(self, a, slots))

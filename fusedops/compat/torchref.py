@@ -22,7 +22,8 @@ import fusedops._frame.needs_torch  # noqa: F401
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fusedops._frame.bridge import has_tangent, unwrapped
+from fusedops._frame.bridge.modes import has_tangent
+from fusedops._frame.bridge.tensors import unwrapped
 from fusedops._frame.check import traced
 from fusedops._frame.torch_private import private
 from fusedops._swaps import Swap, start, stop

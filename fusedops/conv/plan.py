@@ -118,7 +118,7 @@ class Sequences(Packed):
             and (given.ndim, len(given) > 1) == (1, True)
             and (
                 in_graph
-                or not bridge().versioned(tensors)
+                or not bridge().tensors.versioned(tensors)
                 or namespace(given).cuda.is_current_stream_capturing()
             )
         ):

@@ -791,7 +791,7 @@ def _constant(name: str, argument: str, value: Any) -> Any:
 
 def _outside_of_transforms(name: str, argument: str, value: Any) -> Any:
     if is_tensor(value) and private().transforming():
-        return bridge().unwrapped(name, argument, value)
+        return bridge().tensors.unwrapped(name, argument, value)
     return value
 
 

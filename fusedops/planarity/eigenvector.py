@@ -85,7 +85,7 @@ def _differentiable() -> Any:
 
         @staticmethod
         def jvp(ctx: Any, tangent: Any) -> Any:
-            with bridge().pushed_forward(ctx.saved_for_forward) as (C, normal):
+            with bridge().modes.pushed_forward(ctx.saved_for_forward) as (C, normal):
                 symmetric = 0.5 * (tangent + tangent.mT)
                 return -pseudo_solve(C, normal, torch.einsum("pij,pj->pi", symmetric, normal))
 

@@ -1,14 +1,15 @@
 """The bridge to torch, one for every op: only it and `fusedops.nn` import torch.
 
 This file chooses how a call is served: by a plan, unless torch traces or transforms it. Every other
-file has one part: `tensors`, memory that tensors share with NumPy arrays; `evaluation`, kernels and
-formulas; `autograd`, derivatives; `graphs`, registered ops; `nodes`, torch.compile; `modes`, the
-state of torch.
+file has one part, and is reached by its name: `tensors`, memory that tensors share with NumPy
+arrays; `evaluation`, kernels and formulas; `autograd`, derivatives; `graphs`, registered ops;
+`nodes`, torch.compile; `modes`, the state of torch.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,24 +18,7 @@ import torch
 from fusedops._frame.bridge.autograd import recorded, transformed
 from fusedops._frame.bridge.evaluation import HALF, evaluation
 from fusedops._frame.bridge.graphs import call_registered
-from fusedops._frame.bridge.modes import (  # noqa: F401
-    guard,
-    has_tangent,
-    pushed_forward,
-    transforms,
-    watched,
-)
-from fusedops._frame.bridge.tensors import (  # noqa: F401
-    are_plain,
-    as_numpy,
-    as_tensors,
-    move,
-    packed_read,
-    states,
-    unwrapped,
-    values,
-    versioned,
-)
+from fusedops._frame.bridge.modes import has_tangent, transforms, watched
 from fusedops._frame.check import reference, traced
 from fusedops._frame.kinds import TENSORS
 from fusedops._frame.primitive import Primitive
@@ -46,14 +30,10 @@ follow_torch(torch)
 
 
 def __getattr__(name: str) -> Any:
-    """Return a function for torch's compiler, which looks here itself before it traces a call."""
-    if name not in ("compiled", "uncompiled"):
+    """Import `nodes` when torch's compiler looks for it, before it traces a call."""
+    if name != "nodes":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fusedops._frame.bridge import nodes
-
-    # Each run of a graph looks here again.
-    found = globals()[name] = getattr(nodes, name)
-    return found
+    return importlib.import_module(f"{__name__}.nodes")
 
 
 def plan(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[Any, Any], Any]:
