@@ -90,12 +90,15 @@ class Step:
     ) -> Sequence[Any]:
         """Return cotangents of the arrays given; keep the call that makes them, if it is one."""
         primitive = self.primitive
+        if self.evaluate is None:
+            # torch.func.vjp pulls back after its transform, whose wrappers have no memory.
+            saved, others = (tuple(map(_alive, values)) for values in (saved, others))
         a = primitive.Arguments._make((*self.spread(saved), *others))
         y = primitive.Outputs._make(self.outputs(saved))
         wanted = self.spread([need or None for need in needed])
 
         def keep(call: Call) -> None:
-            unkept = kind is None or transforms()
+            unkept = self.evaluate is None or transforms()
             again = None if unkept else _again(call, (*dy, *others, *saved))
             if again is not None:
                 self.calls.keep(kind, again)
@@ -258,16 +261,6 @@ class _Transformed(_Differentiable):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *dy: torch.Tensor | None) -> tuple[Any, ...]:
-        # The pullback of torch.func.vjp runs after its transform, whose wrappers have no memory.
-        saved, others = (
-            tuple([_alive(value) if isinstance(value, torch.Tensor) else value for value in some])
-            for some in (ctx.saved_tensors, ctx.others)
-        )
-        needed = ctx.needs_input_grad[2:]
-        return None, None, *ctx.step.pull_back(None, needed, dy, others, saved)
-
-    @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[torch.Tensor | None, ...]:
         """Return tangents of the outputs, by the transpose of the pullback, which is linear."""
         step, others, count = ctx.step, ctx.others, len(tangents) - 2
@@ -309,11 +302,11 @@ class _Transformed(_Differentiable):
         return tuple(stacked), tuple([None if column is None else 0 for column in stacked])
 
 
-def _alive(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without the wrappers of transforms that have ended."""
-    while (inner := private().alive(tensor)) is not tensor:
-        tensor = inner
-    return tensor
+def _alive(value: Any) -> Any:
+    """Return a value without the wrappers of transforms that have ended, if it is a tensor."""
+    while isinstance(value, torch.Tensor) and (inner := private().alive(value)) is not value:
+        value = inner
+    return value
 
 
 def transformed(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Any:
