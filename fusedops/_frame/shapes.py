@@ -134,18 +134,11 @@ class Array:
         return needed
 
     def fit(
-        self,
-        op: str,
-        name: str,
-        value: Any,
-        sizes: Sizes,
-        later: Collection[str] = (),
-        first: tuple[str, Any] | None = None,
+        self, op: str, name: str, value: Any, sizes: Sizes, first: tuple[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return the known sizes and an array's own; raise ValueError if they disagree.
 
-        Sizes in `later` are left out of the result, for the primitive to compare. `first` is the
-        array that shows the leading dimensions.
+        `first` is the array that shows the leading dimensions, with its name.
         """
         rank = len(value.shape)
         if self.broadcasts:
@@ -156,7 +149,7 @@ class Array:
         for terms in self.shapes:
             found = None if self.broadcasts else _met(terms, value.shape, sizes)
             if found is not None and all([found[size] != 0 for size in self.positive]):
-                return {size: n for size, n in found.items() if size not in later}
+                return found
         shown = [terms for terms in self.shapes if len(terms) == rank] or self.shapes
         shape = " or ".join([_written(terms, sizes, rank) for terms in shown])
         verb = "broadcast to" if self.broadcasts else "be"
@@ -219,7 +212,8 @@ def checked(
         first = next(iter(arrays.items()), None)
         if first is not None:
             alike(op, name, value, *first)
-        sizes = array.fit(op, name, value, sizes, later, first)
+        sizes = array.fit(op, name, value, sizes, first)
+        sizes = {size: n for size, n in sizes.items() if size not in later}
         arrays[name] = value
     return arrays, sizes
 
