@@ -21,7 +21,7 @@ from typing import cast as typed
 
 import numpy as np
 
-from fusedops._frame.arrays import ArrayT, beside, cast, namespace, zeros
+from fusedops._frame.arrays import ArrayT, add_at, beside, cast, namespace, zeros
 from fusedops._frame.check import (
     as_array,
     device_of,
@@ -714,10 +714,7 @@ def structure_factors(
         halves = xp.concatenate([halves.conj(), halves])[fields.held]
         nx, ny, nz = shape
         spectrum = zeros(halves, (nx * ny * (nz // 2 + 1),))
-        if is_tensor(halves):
-            spectrum = spectrum.index_add(0, fields.held_at, halves)
-        else:
-            np.add.at(spectrum, fields.held_at, halves)
+        add_at(spectrum, fields.held_at, halves)
         _, backward = _transforms(dF)
         dmap = backward(spectrum.reshape(nx, ny, -1), shape, (0, 1, 2), norm="forward")
         # NumPy 1 transforms in float64.
