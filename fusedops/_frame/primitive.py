@@ -111,9 +111,6 @@ class Primitive:
         these keeps the shape of the array instead of the array.
     mutates : tuple of str
         The arrays that are updated in place; a primitive with any has no derivative.
-    sixteen_bits : bool
-        Whether the primitive computes on 16-bit floats as they are, under autocast too. If not,
-        they are cast to float32 on the CPU and under autocast.
     """
 
     def __init__(
@@ -131,7 +128,6 @@ class Primitive:
         saves: tuple[str, ...] = (),
         read_for: dict[str, tuple[str, ...]] | None = None,
         mutates: tuple[str, ...] = (),
-        sixteen_bits: bool = False,
     ) -> None:
         self.name = name
         self.family = family
@@ -159,8 +155,8 @@ class Primitive:
         self.saves = saves
         self._read_for = read_for
         self.mutates = mutates
-        # An update of a cast copy would be lost.
-        self.sixteen_bits = sixteen_bits or bool(mutates)
+        #: Whether 16-bit floats have outputs of 16 bits: sums over them are float32.
+        self.sixteen_bits = any([output.rule != "summed of" for output in self._outputs])
         self.all: tuple[bool, ...] = (True,) * len(outputs)
         self._saved = tuple([output in saves for output in outputs])
         self.plans: Plans[Callable[[Any, Any], Any]] = Plans()

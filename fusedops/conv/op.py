@@ -211,7 +211,6 @@ conv_vjp = Primitive(
     outputs={f"d{name}": f"like {name}" for name in _ARRAYS},
     formula=_vjp_formula,
     pullback=_vjp_pullback,
-    sixteen_bits=True,
 )
 conv = Primitive(
     "dynamic_conv",
@@ -227,7 +226,6 @@ conv = Primitive(
     pullback=_pullback,
     # Its cotangent is the output's.
     read_for={"residual": ()},
-    sixteen_bits=True,
 )
 
 
@@ -296,7 +294,6 @@ conv_step = Primitive(
     outputs={"out": "like x"},
     formula=_step_formula,
     mutates=("state",),
-    sixteen_bits=True,
 )
 
 

@@ -215,7 +215,6 @@ delta_vjp = Primitive(
     sizes={"S": num_sequences},
     outputs={f"d{name}": f"like {name}" for name in _ARRAYS},
     formula=_vjp_formula,
-    sixteen_bits=True,
 )
 delta = Primitive(
     "gated_delta_rule",
@@ -226,7 +225,6 @@ delta = Primitive(
     outputs={"out": "(B, T, HV, V) as q", "final_state": "(S, HV, K, V) summed of q"},
     formula=_formula,
     pullback=_pullback,
-    sixteen_bits=True,
 )
 
 

@@ -747,7 +747,6 @@ density = Primitive(
     formula=_density_formula,
     pullback=_density_pullback,
     saves=("order",),
-    sixteen_bits=True,
 )
 density_vjp = Primitive(
     "gaussian_density_vjp",
@@ -759,7 +758,6 @@ density_vjp = Primitive(
     outputs=_GRADIENTS,
     formula=_vjp_formula,
     pullback=_vjp_pullback,
-    sixteen_bits=True,
 )
 density_vjp_vjp = Primitive(
     "gaussian_density_vjp_vjp",
@@ -774,7 +772,6 @@ density_vjp_vjp = Primitive(
     sizes=_SIZES,
     outputs={**_GRADIENTS, "ddmap": "like dmap"},
     formula=_vjp_vjp_formula,
-    sixteen_bits=True,
 )
 
 

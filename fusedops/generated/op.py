@@ -137,7 +137,6 @@ generated_vjp = Primitive(
     outputs={f"d{name}": f"like {name}" for name in _ARRAYS},
     formula=_vjp_formula,
     pullback=_vjp_pullback,
-    sixteen_bits=True,
 )
 generated = Primitive(
     "dynamic_conv_generated",
@@ -151,7 +150,6 @@ generated = Primitive(
     },
     formula=_formula,
     pullback=_pullback,
-    sixteen_bits=True,
 )
 
 

@@ -380,7 +380,6 @@ matrices_vjp_vjp = Primitive(
     sizes=_SIZES,
     outputs={"dedge_vec": "like edge_vec", "ddmatrices": "like dmatrices"},
     formula=_vjp_vjp_formula,
-    sixteen_bits=True,
 )
 matrices_vjp = Primitive(
     "wigner_d_vjp",
@@ -391,7 +390,6 @@ matrices_vjp = Primitive(
     outputs={"dedge_vec": "like edge_vec"},
     formula=_vjp_formula,
     pullback=_vjp_pullback,
-    sixteen_bits=True,
 )
 matrices = Primitive(
     "wigner_d",
@@ -402,7 +400,6 @@ matrices = Primitive(
     outputs={"matrices": "(E, *matrix)"},
     formula=_formula,
     pullback=_pullback,
-    sixteen_bits=True,
 )
 
 

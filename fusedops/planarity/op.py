@@ -150,7 +150,7 @@ def _gradient_vjp_formula(a: Any) -> tuple[Any]:
         )
         row = along[..., None] * f.normal[:, None] - (share * f.d)[..., None] * p[:, None]
         rows.append((index, row))
-    return (_scatter(rows, xyz),)
+    return (_scatter(rows, cast(xyz, accumulator(xyz))),)
 
 
 def _nll_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any, ...]:
@@ -167,7 +167,7 @@ gradient_vjp = Primitive(
     family="planarity",
     arrays={"xyz": "(N, 3)", "dgradient": "(N, 3)"},
     static={"planes": Planes, "fit": str},
-    outputs={"dxyz": "like xyz"},
+    outputs={"dxyz": "(N, 3) summed of xyz"},
     formula=_gradient_vjp_formula,
 )
 nll = Primitive(

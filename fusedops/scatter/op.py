@@ -55,7 +55,6 @@ scatter = Primitive(
     outputs={"map": "(map_size)"},
     formula=_scatter_formula,
     pullback=_scatter_pullback,
-    sixteen_bits=True,
 )
 gather = Primitive(
     "structured_gather",
@@ -66,7 +65,6 @@ gather = Primitive(
     outputs={"density_cube": "(C, nx, ny, nz)"},
     formula=_gather_formula,
     pullback=_gather_pullback,
-    sixteen_bits=True,
 )
 
 

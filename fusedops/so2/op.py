@@ -235,7 +235,6 @@ so2_vjp = Primitive(
     outputs={f"d{name}": f"like {name}" for name in _ARRAYS},
     formula=_vjp_formula,
     pullback=_vjp_pullback,
-    sixteen_bits=True,
 )
 so2 = Primitive(
     "so2_convolution",
@@ -250,7 +249,6 @@ so2 = Primitive(
     formula=_formula,
     pullback=_pullback,
     read_for={"message": (*WEIGHTS, "radial")},
-    sixteen_bits=True,
 )
 
 
@@ -524,7 +522,6 @@ gate_vjp_vjp = Primitive(
     sizes=_GATE_SIZES,
     outputs={"dgates": "like gates", "dx": "like x", "ddout": "like dout"},
     formula=_gate_vjp_vjp_formula,
-    sixteen_bits=True,
 )
 gate_vjp = Primitive(
     "gate_activation_vjp",
@@ -535,7 +532,6 @@ gate_vjp = Primitive(
     outputs={"dgates": "like gates", "dx": "like x"},
     formula=_gate_vjp_formula,
     pullback=_gate_vjp_pullback,
-    sixteen_bits=True,
 )
 gate = Primitive(
     "gate_activation",
@@ -546,7 +542,6 @@ gate = Primitive(
     outputs={"out": "like x of gates, x"},
     formula=_gate_formula,
     pullback=_gate_pullback,
-    sixteen_bits=True,
 )
 
 

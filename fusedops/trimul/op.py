@@ -295,7 +295,6 @@ trimul = Primitive(
     formula=_formula,
     pullback=_pullback,
     saves=("hidden",),
-    sixteen_bits=True,
 )
 trimul_vjp = Primitive(
     "triangle_multiplicative_update_vjp",
@@ -305,7 +304,6 @@ trimul_vjp = Primitive(
     sizes=_SIZES,
     outputs={f"d{name}": f"like {name}" for name in ARRAYS},
     formula=_vjp_formula,
-    sixteen_bits=True,
 )
 
 
@@ -358,7 +356,6 @@ _OF_END: dict[str, Any] = {
     "family": "trimul",
     "static": {"gate": str, "precision": str, "scale": float, "eps": float},
     "sizes": {"G": lambda a: a.x.shape[3] if a.gate == "output" else a.o.shape[1]},
-    "sixteen_bits": True,
 }
 sides = Primitive(
     "triangle_sides",
@@ -368,7 +365,6 @@ sides = Primitive(
     sizes={"P, Q": lambda a: (a.parts, a.p_in_weight.shape[0] // a.parts)},
     outputs={"sides": "(P, B, Q, L, M) as x"},
     formula=_sides_formula,
-    sixteen_bits=True,
 )
 sides_vjp = Primitive(
     "triangle_sides_vjp",
@@ -377,7 +373,6 @@ sides_vjp = Primitive(
     static={"precision": str, "eps": float},
     outputs={f"d{name}": f"like {name}" for name in (*_SIDES, *_GATE)},
     formula=_sides_vjp_formula,
-    sixteen_bits=True,
 )
 end = Primitive(
     "triangle_end", arrays=_END, outputs={"out": "like x"}, formula=_end_formula, **_OF_END

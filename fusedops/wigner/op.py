@@ -177,7 +177,6 @@ edge_wigner = Primitive(
     },
     formula=_formula,
     pullback=_pullback,
-    sixteen_bits=True,
 )
 
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from fusedops._frame.bridge.autograd import recorded, transformed
-from fusedops._frame.bridge.evaluation import HALF, evaluation
+from fusedops._frame.bridge.evaluation import evaluation
 from fusedops._frame.bridge.graphs import call_registered
 from fusedops._frame.bridge.modes import has_tangent, transforms, watched
-from fusedops._frame.check import reference, traced
+from fusedops._frame.check import traced
 from fusedops._frame.kinds import TENSORS
 from fusedops._frame.primitive import Primitive
 from fusedops._frame.torch_private import private
@@ -41,9 +41,6 @@ def plan(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[Any, A
 
     It serves this call alone where torch traces or transforms it.
     """
-    if _narrow(primitive, a):
-        wide = plan(primitive, _in_float32(primitive, a), slots)
-        return lambda a, slots: wide(_in_float32(primitive, a), slots)
     arrays = a[: len(primitive.arrays)]
     asked = watched(arrays)
     if asked and primitive.mutates:
@@ -59,22 +56,6 @@ def plan(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[Any, A
     if primitive.mutates or any([isinstance(slot, torch.Tensor) for slot in slots]):
         return _told(primitive, run)
     return run
-
-
-def _narrow(primitive: Primitive, a: Any) -> bool:
-    """Return whether a primitive's 16-bit floats are to be cast, on the CPU or by autocast."""
-    first = reference(a)
-    return (
-        not primitive.sixteen_bits
-        and first.dtype in HALF
-        and (first.is_cpu or torch.is_autocast_enabled(first.device.type))
-    )
-
-
-def _in_float32(primitive: Primitive, a: Any) -> Any:
-    count = len(primitive.arrays)
-    cast = [array if array is None else array.float() for array in a[:count]]
-    return primitive.Arguments._make([*cast, *a[count:]])
 
 
 def _told(primitive: Primitive, run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
