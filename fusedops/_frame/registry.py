@@ -152,17 +152,13 @@ def _registered(backend: Backend, name: str, family: str) -> Callable[..., Any] 
     return _kernels.get((name, backend.name))
 
 
-def compiled(name: str, family: str) -> Callable[..., Any] | None:
+@functools.cache
+def compiled(name: str, family: str, asked: str | None) -> Callable[..., Any] | None:
     """Return the first compiled function that a family registers under `name`, or None.
 
     It does work that is no primitive's, such as packing, and that a definition in NumPy does too.
     Of backends asked for, only those on NumPy arrays count.
     """
-    return _compiled(name, family, forced(None))
-
-
-@functools.cache
-def _compiled(name: str, family: str, asked: str | None) -> Callable[..., Any] | None:
     own = [backend for backend in BACKENDS if backend.speaks == "numpy"]
     chosen = [backend for backend in own if backend.name == asked] or own
     for backend in chosen:

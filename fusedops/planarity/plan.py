@@ -20,7 +20,7 @@ from fusedops._frame.check import (
     values,
 )
 from fusedops._frame.packed import Packed
-from fusedops._frame.registry import compiled
+from fusedops._frame.registry import compiled, forced
 from fusedops.planarity.eigenvector import NO_PLANE as NO_PLANE
 
 Fit = Literal["uniform", "weighted"]
@@ -129,7 +129,7 @@ class Planes(Packed):
         lasting: bool = True,
     ) -> None:
         num_atoms = min(num_atoms, MOST_ATOMS)
-        pack = compiled("planes", "planarity")
+        pack = compiled("planes", "planarity", forced(None))
         parts = None if pack is None else pack(groups, num_atoms)
         # Compiled code leaves bad planes to the definition, which names the first of them.
         parts = packing(groups, num_atoms) if parts is None else parts
