@@ -6,7 +6,6 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import numpy as np
@@ -44,9 +43,9 @@ class Bound(NamedTuple):
     shown: str | tuple[str, ...]
     # Raises if values of the arguments are bad, which their kinds don't show.
     values: Callable[[Any], None] | None = None
-    # The record of the arguments; the op's arrays, as they meet their declarations.
+    # The record of the arguments; the op's arrays by name, as they meet their declarations.
     a: Any = None
-    arrays: Mapping[str, Any] = MappingProxyType({})
+    arrays: Any = None
     # The dimensions that outputs have in place of their first; None for the first itself.
     lead: tuple[int, ...] | None = None
 

@@ -8,7 +8,8 @@
     (N, N), integers, broadcast          integers and bool too; sizes of known arrays, each of which
                                          may be 1, or left out from the left
     (N), number                          an array or a number
-    (*B, N, C)                           any number of sizes under one name, first in a shape
+    (*B, N, C)                           any number of sizes under one name, first in a shape; an op
+                                         gives them to its primitive as one
 
     (B, T, D) of x, kernels              an output; its dtype is x's and kernels', promoted
     (N, C) as x, message                 its dtype is x's, or message's if x is None
