@@ -10,7 +10,16 @@ from collections.abc import Sequence
 from typing import Any, Literal, Protocol, overload
 
 from fusedops._frame.arrays import ArrayT, cast, namespace, widened, zeros
-from fusedops._frame.check import accumulator, flag, holds, indices, is_tensor, no_overlap, real, refuse
+from fusedops._frame.check import (
+    accumulator,
+    flag,
+    holds,
+    indices,
+    is_tensor,
+    no_overlap,
+    real,
+    refuse,
+)
 from fusedops._frame.op import op, to_run
 from fusedops._frame.primitive import Call, Primitive
 from fusedops._frame.registry import BackendName
