@@ -26,6 +26,7 @@ from fusedops._layers import (
     is_plain_norm,
 )
 from fusedops.conv import ACTIVATIONS, Activation, Sequences, dynamic_conv, dynamic_conv_step
+from fusedops.delta import gated_delta_rule, gated_delta_rule_step
 from fusedops.generated import dynamic_conv_generated
 from fusedops.pairs import (
     Attention,
@@ -45,6 +46,7 @@ from fusedops.wigner.rows import message_rows
 
 __all__ = [
     "DynamicShortConvolution",
+    "JetBlock",
     "PairBlock",
     "PairTransition",
     "SO2Convolution",
@@ -167,6 +169,22 @@ GENERATOR_ACTIVATIONS: dict[GeneratorActivation, Callable[[], torch.nn.Module]] 
     "linear": torch.nn.Identity,
     "identity": torch.nn.Identity,
 }
+
+
+def _num_sequences(x: torch.Tensor, cu_seqlens: Any) -> int | str:
+    """Return the number of sequences, or a name where only the op reads it."""
+    if cu_seqlens is None:
+        return x.shape[0]
+    if isinstance(cu_seqlens, Sequences):
+        return cu_seqlens.num_sequences
+    return cu_seqlens.numel() - 1 if isinstance(cu_seqlens, torch.Tensor) else "S"
+
+
+def _differentiated(*tensors: torch.Tensor | None) -> bool:
+    """Return whether autograd records a call with these tensors."""
+    return torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in tensors
+    )
 
 
 class DynamicShortConvolution(torch.nn.Module):
@@ -434,11 +452,7 @@ class DynamicShortConvolution(torch.nn.Module):
             generator_input = x
         of_shape(name, "generator_input", generator_input, (*tokens, self.generator_input_size))
         if cache is not None:
-            count = tokens[0] if cu_seqlens is None else "S"
-            if isinstance(cu_seqlens, Sequences):
-                count = cu_seqlens.num_sequences
-            elif isinstance(cu_seqlens, torch.Tensor):
-                count = cu_seqlens.numel() - 1
+            count = _num_sequences(x, cu_seqlens)
             of_shape(name, "cache", cache, (count, self.hidden_size, self.kernel_size))
             holds(name, "cache", cache, x)
         if group is not None:
@@ -447,9 +461,7 @@ class DynamicShortConvolution(torch.nn.Module):
         decoding = cache is not None and cu_seqlens is None and tokens[1] == 1
         update = output_final_state or decoding
         given = self._given(generator_input, decoding)
-        if torch.is_grad_enabled() and any(
-            array is not None and array.requires_grad for array in (x, *given, cache)
-        ):
+        if _differentiated(x, *given, cache):
             # The backward reads the cache as it was before the update, and can't save a tensor
             # that was made in inference mode.
             state = None if cache is None else cache.clone()
@@ -542,6 +554,323 @@ class DynamicShortConvolution(torch.nn.Module):
         shown = (
             f"{self.hidden_size}, kernel_size={self.kernel_size}, activation={self.activation!r}"
         )
+        return shown if self.backend is None else f"{shown}, backend={self.backend!r}"
+
+
+def normalized(x: torch.Tensor) -> torch.Tensor:
+    """Return vectors divided by their lengths, as flash-linear-attention divides them."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+
+
+def log_gates(a: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor | None) -> torch.Tensor:
+    """Return the logarithms of a delta rule's gates, -exp(A_log) softplus(a + dt_bias)."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    a = a.to(wide) if dt_bias is None else a.to(wide) + dt_bias.to(wide)
+    return -A_log.to(wide).exp() * torch.nn.functional.softplus(a)
+
+
+class _GatedRMSNorm(torch.nn.RMSNorm):
+    """A norm of heads, times SiLU of their gates."""
+
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, gate: torch.Tensor
+    ) -> torch.Tensor:
+        # Autocast leaves the weight, beside which torch would warn of its slower kernel.
+        rms_norm, silu = torch.nn.functional.rms_norm, torch.nn.functional.silu
+        weight = self.weight.to(x.dtype)
+        return rms_norm(x, self.normalized_shape, weight, self.eps) * silu(gate)
+
+
+class JetBlock(torch.nn.Module):
+    r"""Linear attention by the gated delta rule, with values from a dynamic convolution.
+
+    .. math:: q_t = \ell(W_q x_t), \quad k_t = \ell(W_k x_t), \quad
+              v = \mathrm{conv}(W_v x), \quad
+              \beta_t = \sigma(W_b x_t), \quad
+              g_t = -e^{A} \, \mathrm{softplus}(W_a x_t + d)
+
+    .. math:: S_t = e^{g_t} S_{t-1} + \beta_t k_t (v_t - e^{g_t} S_{t-1}^T k_t)^T, \quad
+              y_t = W_o \bigl(\mathrm{norm}(K^{-1/2} S_t^T q_t) \odot \mathrm{silu}(W_g x_t)\bigr)
+
+    for every head, with :math:`\ell(u) = \mathrm{silu}(u) / |\mathrm{silu}(u)|`, kernels of the
+    convolution made from x, and a norm by the root mean square of a head.
+
+    Parameters
+    ----------
+    hidden_size : int
+        C, the channels of x.
+    num_heads : int
+        H, the number of heads.
+    head_dim : int
+        K, the channels of a query or key of a head.
+    expand_v : float
+        The channels of a value are V = expand_v · K, up to rounding; an integer.
+    conv_size : int
+        W, the taps of the convolution.
+    dconv_generator_reduction : int
+        The convolution's generator has H · V // dconv_generator_reduction hidden units.
+    norm_eps : float or str
+        :math:`\varepsilon` of the norm, or its decimal text.
+    mode, dconv_implementation
+        Ignored, and accepted only as a part of Jet-Nemotron's configurations.
+    initializer_range : float
+        The standard deviation of the convolution's kernels before training.
+    backend : str, optional
+        The backend that must serve every convolution and every delta rule.
+
+    Attributes
+    ----------
+    hidden_size, num_heads, head_k_dim, head_v_dim, key_dim, value_dim, conv_size : int
+        C, H, K, V, H · K, H · V and W.
+    backend : str or None
+        As given.
+    q_proj, k_proj, v_proj, b_proj, a_proj, g_proj, o_proj : torch.nn.Linear
+        The projections :math:`W_q` and so on, without biases.
+    A_log, dt_bias : torch.nn.Parameter
+        A and d (H,), marked by ``_no_weight_decay``.
+    dynamic_conv1d : DynamicShortConvolution
+        The convolution, whose kernels are made from x.
+    o_norm : torch.nn.Module
+        The norm, with a weight (V,) for all heads.
+
+    Raises
+    ------
+    ValueError
+        If a size isn't a positive integer; the message names the argument.
+
+    Notes
+    -----
+    Parameters and their names are those of Jet-Nemotron's class of this name. Its checkpoints load
+    unchanged: ``JetBlock(config.hidden_size, **config.efficient_attention_config["jet"])``. That
+    class runs on a GPU alone, and trains on more than 64 tokens. A mask means the same here and
+    there: tokens of padding are as if they weren't there.
+
+    References
+    ----------
+    Gu, Hu, et al., "Jet-Nemotron: Efficient Language Model with Post Neural Architecture Search",
+    arXiv:2508.15884 (2025). See `fusedops.gated_delta_rule` for the delta rule.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fusedops.nn import JetBlock
+    >>> block = JetBlock(16, num_heads=2, head_dim=4, dconv_generator_reduction=2)
+    >>> x = torch.randn(3, 5, 16)
+    >>> y, cache = block(x[:, :4], output_final_state=True)
+    >>> y.shape, *(each.shape for each in cache)
+    (torch.Size([3, 4, 16]), torch.Size([3, 16, 4]), torch.Size([3, 2, 4, 8]))
+    >>> next_y, cache = block(x[:, 4:], cache=cache)
+    >>> torch.allclose(next_y, block(x)[0][:, 4:], atol=1e-6)
+    True
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 6,
+        head_dim: int = 256,
+        expand_v: float = 2.0,
+        conv_size: int = 4,
+        dconv_generator_reduction: int = 8,
+        norm_eps: float | str = 1e-5,
+        mode: str = "chunk",
+        dconv_implementation: str = "triton",
+        *,
+        initializer_range: float = 0.02,
+        backend: BackendName | None = None,
+    ) -> None:
+        super().__init__()
+        name = "JetBlock"
+        sizes = {"num_heads": num_heads, "head_dim": head_dim, "conv_size": conv_size}
+        at_least_one(name, hidden_size=hidden_size, **sizes)
+        self.hidden_size = hidden_size
+        self.num_heads = num_heads
+        self.head_k_dim = head_dim
+        self.head_v_dim = round(head_dim * expand_v)
+        # A configuration has 2.6666666667 for 8 / 3.
+        rounded = abs(head_dim * expand_v - self.head_v_dim)
+        if self.head_v_dim < 1 or rounded > 1e-5 * self.head_v_dim:
+            raise ValueError(
+                f"{name}: expand_v is {expand_v}; times {head_dim}, the head_dim, it should be a "
+                "positive integer"
+            )
+        self.key_dim, self.value_dim = num_heads * head_dim, num_heads * self.head_v_dim
+        self.conv_size = conv_size
+        self.backend = backend
+
+        def projection(size: int, out: int) -> torch.nn.Linear:
+            return torch.nn.Linear(size, out, bias=False)
+
+        self.q_proj = projection(hidden_size, self.key_dim)
+        self.k_proj = projection(hidden_size, self.key_dim)
+        self.v_proj = projection(hidden_size, self.value_dim)
+        self.b_proj = projection(hidden_size, num_heads)
+        self.a_proj = projection(hidden_size, num_heads)
+        # Rates from 0 to 16 and time steps from 0.001 to 0.1, as Mamba2 draws them.
+        rate = 16 * (1 - torch.rand(num_heads))
+        step = 0.001 * 100 ** torch.rand(num_heads)
+        self.A_log = torch.nn.Parameter(rate.log())
+        self.dt_bias = torch.nn.Parameter(step.expm1().log())
+        for parameter in (self.A_log, self.dt_bias):
+            parameter._no_weight_decay = True  # type: ignore[attr-defined]
+        self.dynamic_conv1d = DynamicShortConvolution(
+            self.value_dim,
+            conv_size,
+            hidden_size,
+            dconv_generator_reduction,
+            static_conv_init=partial(torch.nn.init.normal_, std=initializer_range),
+            backend=backend,
+        )
+        self.g_proj = projection(hidden_size, self.value_dim)
+        self.o_norm = _GatedRMSNorm(self.head_v_dim, eps=float(norm_eps))
+        self.o_proj = projection(self.value_dim, hidden_size)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        cache: tuple[torch.Tensor, torch.Tensor] | None = None,
+        output_final_state: bool = False,
+        cu_seqlens: Any = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+        r"""Return the attention of tokens, and the cache for the tokens that follow.
+
+        .. math:: y_t = W_o \bigl(\mathrm{norm}(K^{-1/2} S_t^T q_t)
+                  \odot \mathrm{silu}(W_g x_t)\bigr)
+
+        with the states S of the class. One token with a cache, and without `cu_seqlens`, is a
+        decoding step.
+
+        Parameters
+        ----------
+        hidden_states : tensor (B, T, C), float32, float64, bfloat16 or float16
+            x, the tokens.
+        mask : tensor (B, T), of any dtype, optional
+            Zero or false where a token is padding, which changes no state, and whose y is zero. The
+            host waits for a GPU to count the others.
+        cache : pair of tensors (B, H · V, W) and (B, H, K, V), or of S rows each, optional
+            The last W inputs of the convolution and the states S, in float32 or better. A decoding
+            step, or any call with `output_final_state`, updates both in place.
+        output_final_state : bool
+            Whether to return the cache after the last tokens.
+        cu_seqlens : Sequences, or tensor (S + 1,), int32 or int64, optional
+            Where each of S packed sequences begins, and where the last one ends; B must be 1.
+
+        Returns
+        -------
+        y : tensor (B, T, C)
+            In the dtype of `o_proj`.
+        cache : pair of tensors, or None
+            The cache that was given; if none was, a new one with `output_final_state`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument has the wrong dtype, shape or device; the message names it.
+        RuntimeError
+            Raised by torch if x has another dtype than the parameters, or if a tensor of the cache
+            that is to be updated is a leaf that requires grad.
+        BackendUnavailable
+            If the module's backend can't serve the call.
+
+        Notes
+        -----
+        A cache passes values on to the next call, but no gradients, as in
+        `DynamicShortConvolution`.
+
+        References
+        ----------
+        See the class.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from fusedops.nn import JetBlock
+        >>> block = JetBlock(16, num_heads=2, head_dim=4)
+        >>> x, mask = torch.randn(1, 4, 16), torch.tensor([[0, 1, 1, 1]])
+        >>> torch.allclose(block(x, mask)[0][:, 1:], block(x[:, 1:])[0])
+        True
+        """
+        name = "JetBlock"
+        for argument, value in (("hidden_states", hidden_states), ("mask", mask)):
+            if value is not None and not isinstance(value, torch.Tensor):
+                kind = type(value).__name__
+                raise TypeError(f"{name}: {argument} is a {kind}; it should be a tensor")
+        of_shape(name, "hidden_states", hidden_states, ("B", "T", self.hidden_size))
+        tokens = tuple(hidden_states.shape[:2])
+        decoding = cache is not None and cu_seqlens is None and tokens[1] == 1
+        update = output_final_state or decoding
+        if mask is None:
+            return self._attention(hidden_states, cache, update, cu_seqlens)
+        of_shape(name, "mask", mask, tokens)
+        if cu_seqlens is not None:
+            raise ValueError(f"{name}: mask is given; with cu_seqlens it should not be")
+        there = mask != 0
+        starts = torch.nn.functional.pad(there.sum(1).cumsum(0), (1, 0))
+        packed, cache = self._attention(hidden_states[there][None], cache, update, starts)
+        y = packed.new_zeros(*tokens, packed.shape[-1])
+        return y.masked_scatter(there[..., None], packed), cache
+
+    def _attention(
+        self,
+        x: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor] | None,
+        update: bool,
+        cu_seqlens: Any,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+        """Return the attention of tokens, and the cache, updated or as it was."""
+        inputs, state = (None, None) if cache is None else self._states(x, cache, cu_seqlens)
+        heads = self.num_heads, -1
+        silu = torch.nn.functional.silu
+        q, k = (
+            normalized(silu(layer(x)).unflatten(-1, heads)) for layer in (self.q_proj, self.k_proj)
+        )
+        v, inputs = self.dynamic_conv1d(
+            self.v_proj(x),
+            cache=inputs,
+            output_final_state=update,
+            cu_seqlens=cu_seqlens,
+            generator_input=x,
+        )
+        g = log_gates(self.a_proj(x), self.A_log, self.dt_bias)
+        given = q, k, v.unflatten(-1, heads), g, self.b_proj(x).sigmoid()
+        recorded = _differentiated(*given, state)
+        if state is not None and x.shape[1] == 1 and cu_seqlens is None and not recorded:
+            o = gated_delta_rule_step(*given, state, backend=self.backend)
+        else:
+            # The backward reads the state as it was before the update, as in the convolution.
+            before = state.clone() if state is not None and recorded else state
+            rule: Any = gated_delta_rule
+            options = {"cu_seqlens": cu_seqlens, "backend": self.backend}
+            result = rule(*given, initial_state=before, output_final_state=update, **options)
+            if update:
+                o, final = result[0], result[1].detach()
+                state = final if state is None else state.copy_(final)
+            else:
+                o = result
+        o = self.o_norm(o, self.g_proj(x).unflatten(-1, heads))
+        y = self.o_proj(o.flatten(-2))
+        return y, None if state is None else (inputs, state)
+
+    def _states(self, x: torch.Tensor, cache: Any, cu_seqlens: Any) -> Any:
+        """Return the two tensors of a cache. Raises unless they fit, before one is updated."""
+        name = "JetBlock"
+        pair = isinstance(cache, tuple | list) and len(cache) == 2
+        if not pair or not all(isinstance(each, torch.Tensor) for each in cache):
+            kind = type(cache).__name__
+            raise TypeError(f"{name}: cache is a {kind}; it should be a pair of tensors")
+        count = _num_sequences(x, cu_seqlens)
+        of_shape(name, "cache[0]", cache[0], (count, self.value_dim, self.conv_size))
+        of_shape(
+            name, "cache[1]", cache[1], (count, self.num_heads, self.head_k_dim, self.head_v_dim)
+        )
+        holds(name, "cache[1]", cache[1], x)
+        return cache
+
+    def extra_repr(self) -> str:
+        """Return the text in ``repr`` that comes before the layers."""
+        shown = f"{self.hidden_size}, num_heads={self.num_heads}, head_dim={self.head_k_dim}"
         return shown if self.backend is None else f"{shown}, backend={self.backend!r}"
 
 
