@@ -20,10 +20,9 @@ from bench.peers import (
     Unsuited,
     empty_function,
     file_module,
-    no_file,
     peer,
 )
-from bench.steps import Case, Chain, Part, Step, dtype_on, installed, result
+from bench.steps import Case, Chain, Part, Step, dtype_on, result
 from bench.timing import GRAPHS, TORCH, graphed
 from fusedops._catalogue import BOTH, FORWARD, Steps
 from fusedops._frame.registry import BackendName
@@ -66,21 +65,25 @@ def jet(device: str) -> Step:
 
 
 def jet_block(device: str) -> Step:
-    """Jet-Nemotron's block by its own code, with our convolution: training, prefill, decoding."""
-    sizes = [
-        *(("training", B, 4096, True) for B in (1, 8)),
-        ("prefill", 1, 32_768, False),
-        *(("decoding", B, 1, False) for B in (1, 64, 256)),
-    ]
+    """Jet-Nemotron's block, projection to projection: training, prefill and decoding."""
+    if device == "cpu":
+        sizes = [("training", 1, 256, True), ("prefill", 1, 4096, False)]
+    else:
+        sizes = [*(("training", B, 4096, True) for B in (1, 8)), ("prefill", 1, 32_768, False)]
+    sizes += [("decoding", B, 1, False) for B in ((1, 64) if device == "cpu" else (1, 64, 256))]
     return Step(
         "jet_block",
-        fusedops.dynamic_conv_generated,
+        fusedops.gated_delta_rule,
         tuple(
-            Case(name, partial(_block, device, B, T, 12, 1536, training), quick=(B, T) == (1, 4096))
+            Case(
+                name,
+                partial(_block, B, T, 12, 1536, training),
+                quick=B == 1 and (training or T == 1),
+            )
             for name, B, T, training in sizes
         ),
         tuple(
-            Case(name, partial(_block, device, B, T, 12, 256, training))
+            Case(name, partial(_block, B, T, 12, 256, training))
             for name, B, T, training in (
                 # fla's kernels depend on the number of heads; training is refused below 65 tokens.
                 ("training", 1, 70, True),
@@ -88,10 +91,11 @@ def jet_block(device: str) -> Step:
                 ("decoding", 2, 1, False),
             )
         ),
-        # Relative to the largest element of the result or of each gradient, in 16 bits.
-        0.1,
+        # Relative to the largest element of the result or of each gradient; in 16 bits every
+        # intermediate result is rounded.
+        1e-5 if device == "cpu" else 0.1,
         lambda problem: result(_block_by(_formula_of_block, problem, "cpu", "float64").steps()),
-        _block_by_modules,
+        _block_by_module,
         device,
         dtype_on(device),
         needs=("torch",),
@@ -319,17 +323,9 @@ def jet_by_its_kernels(problem: Layer, device: str) -> Steps:
     return _jet_by(activated, problem, device, dtype_on(device)).steps()
 
 
-def _block(device: str, B: int, T: int, heads: int, C: int, training: bool) -> Layer:
+def _block(B: int, T: int, heads: int, C: int, training: bool) -> Layer:
     import torch
 
-    if device == "cpu":
-        raise Unsuited("runs on a GPU only, as fla's delta rule does")
-    if reason := no_file(BLOCK):
-        raise Unsuited(reason)
-    if not installed("fla"):
-        raise Unsuited("needs fla (flash-linear-attention)")
-    if training and (reason := _no_training()):
-        raise Unsuited(reason)
     normal, D = _drawn(T), VALUES * heads
     kernels = _generator(normal, D, C)
     sizes = {"q": KEYS * heads, "k": KEYS * heads, "v": D, "b": heads, "a": heads, "g": D}
@@ -384,9 +380,8 @@ def _module_of_block() -> Any:
     return module
 
 
-def _their_block(given: Layer, swapped: Callable[[], Any] | None = None) -> tuple[Any, Any]:
-    """Return Jet-Nemotron's block, a function of tokens, with its own convolution or another."""
-    import torch
+def _their_block(given: Layer) -> tuple[Any, Any]:
+    """Return Jet-Nemotron's block, a function of tokens, and its parameters."""
 
     module = _module_of_block()
     config = module.JetBlockConfig(
@@ -394,11 +389,6 @@ def _their_block(given: Layer, swapped: Callable[[], Any] | None = None) -> tupl
     )
     sizes = {"hidden_size": given.x.shape[-1], "initializer_range": 0.02, "layer_idx": 0}
     block = module.JetBlock(**sizes, jet_block_config=config)
-    if swapped:
-        block.dynamic_conv1d = swapped()
-    block = block.to(given.x).requires_grad_(given.training).train(given.training)
-    with torch.no_grad():
-        block.load_state_dict(given.parameters)
     cache: Any = None
     if given.states:
         inputs, matrices = given.states
@@ -412,29 +402,95 @@ def _their_block(given: Layer, swapped: Callable[[], Any] | None = None) -> tupl
             cache[0]["recurrent_state"] = matrices.copy_(cache[0]["recurrent_state"])
         return y
 
+    return function, _loaded(block, given)
+
+
+def _loaded(block: Any, given: Layer) -> list[Any]:
+    """Give a block the parameters of a problem; return the block's, in the problem's order."""
+    block.to(given.x).requires_grad_(given.training).train(given.training)
+    block.load_state_dict(given.parameters)
     own = dict(block.named_parameters())
-    return function, [own[name] for name in given.parameters]
+    return [own[name] for name in given.parameters]
 
 
-def _block_by_modules(
+def _our_block(given: Layer, backend: BackendName | None = None) -> tuple[Any, Any]:
+    """Return our block, a function of tokens, and its parameters."""
+    from fusedops.nn import JetBlock
+
+    sizes = given.x.shape[-1], given.heads, KEYS, VALUES / KEYS
+    block = JetBlock(*sizes, backend=backend)
+    cache: Any = given.states or None
+    return lambda x: block(x, cache=cache)[0], _loaded(block, given)
+
+
+def _block_by_module(
     problem: Layer, how: str, device: str, dtype: str, backend: BackendName | None
 ) -> Chain:
-    """Return the step by Jet-Nemotron's block with our convolution."""
-    from fusedops.nn import DynamicShortConvolution
-
-    D, C = VALUES * problem.heads, problem.x.shape[-1]
-    convolution = partial(DynamicShortConvolution, D, 4, C, generator_reduction=8, backend=backend)
-    return _block_by(partial(_their_block, swapped=convolution), problem, device, dtype)
+    """Return the step by our module."""
+    return _block_by(partial(_our_block, backend=backend), problem, device, dtype)
 
 
-@peer("Jet-Nemotron", "jet_block", devices=("cuda",))
+@peer("Jet-Nemotron", "jet_block", file=BLOCK, package="fla", devices=("cuda",))
 def jet_block_by_its_kernels(problem: Layer, device: str) -> Steps:
-    """The block as it is."""
+    """Its own block, with the delta rule and the norm of fla."""
+    if problem.training and (reason := _no_training()):
+        raise Unsuited(reason)
     return _block_by(_their_block, problem, device, dtype_on(device)).steps()
 
 
-def _formula_of_block(given: Layer) -> tuple[Any, Any]:
-    """Return the block's formula in plain torch, a token after the other in the delta rule."""
+@peer("torch eager", "jet_block")
+def jet_block_in_torch(problem: Layer, device: str) -> Steps:
+    """Its formulas, with chunks of 64 tokens in the delta rule."""
+    make = partial(_formula_of_block, rule=_rule_by_chunks)
+    return _block_by(make, problem, device, dtype_on(device)).steps()
+
+
+def _rule_by_tokens(q: Any, k: Any, v: Any, g: Any, beta: Any, S: Any) -> tuple[Any, Any]:
+    """Return the delta rule, a token after the other, and the state after the last."""
+    import torch
+
+    outs = []
+    for t in range(q.shape[1]):
+        S = g[:, t, :, None, None].exp() * S
+        change = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], S))
+        S = S + k[:, t, :, :, None] * change[:, :, None]
+        outs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], S) / KEYS**0.5)
+    return torch.stack(outs, 1), S
+
+
+def _rule_by_chunks(q: Any, k: Any, v: Any, g: Any, beta: Any, S: Any) -> tuple[Any, Any]:
+    """Return the delta rule, a chunk after the other, as programs without fla compute it."""
+    import torch
+    from torch.nn import functional as F
+
+    tokens, size = q.shape[1], 64
+
+    def chunks(x: Any) -> Any:
+        x = F.pad(x.to(S.dtype), (0, 0, 0, 0, 0, -tokens % size))
+        return x.unflatten(1, (-1, size)).movedim((1, 3), (0, 2))
+
+    q, k, v, g, beta = map(chunks, (q, k, v, g[..., None], beta[..., None]))
+    passed = g.cumsum(-2)
+    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+    decays = (passed - passed.mT).masked_fill(later, -torch.inf).exp()
+    system = beta * (k @ k.mT * decays)
+    solve = partial(torch.linalg.solve_triangular, system, upper=False, unitriangular=True)
+    values, keys = solve(beta * v), solve(beta * passed.exp() * k)
+    attention = q @ k.mT * decays
+    q, k = q * passed.exp(), k * (passed[..., -1:, :] - passed).exp()
+    outs = []
+    for n in range(len(q)):
+        u = values[n] - keys[n] @ S
+        outs.append(q[n] @ S + attention[n] @ u)
+        S = passed[n, ..., -1:, :].exp() * S + k[n].mT @ u
+    out = torch.stack(outs).movedim((0, 2), (1, 3)).flatten(1, 2)[:, :tokens]
+    return out / KEYS**0.5, S
+
+
+def _formula_of_block(
+    given: Layer, rule: Callable[..., tuple[Any, Any]] = _rule_by_tokens
+) -> tuple[Any, Any]:
+    """Return the block's formula in plain torch, and its parameters."""
     import torch
     from torch.nn import functional as F
 
@@ -442,6 +498,9 @@ def _formula_of_block(given: Layer) -> tuple[Any, Any]:
 
     def project(name: str, x: Any) -> Any:
         return F.linear(x, p[f"{name}_proj.weight"])
+
+    def unit(x: Any) -> Any:
+        return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
     def generator(x: Any) -> Any:
         w1, w2, bias = (
@@ -452,21 +511,18 @@ def _formula_of_block(given: Layer) -> tuple[Any, Any]:
 
     def block(x: Any) -> Any:
         last, state = given.states or (None, None)
-        q, k = (
-            F.normalize(F.silu(project(name, x)).unflatten(-1, (heads, -1)), dim=-1)
-            for name in "qk"
-        )
+        q, k = (unit(F.silu(project(name, x)).unflatten(-1, (heads, -1))) for name in "qk")
         v = _in_torch(project("v", x), generator(x), last).unflatten(-1, (heads, -1))
-        beta = project("b", x).sigmoid()[..., None]
-        decay = (-p["A_log"].exp() * F.softplus(project("a", x) + p["dt_bias"])).exp()
-        S = x.new_zeros(len(x), heads, KEYS, VALUES) if state is None else state
-        outs = []
-        for t in range(x.shape[1]):
-            S = decay[:, t, :, None, None] * S
-            change = beta[:, t] * (v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], S))
-            S = S + k[:, t, :, :, None] * change[:, :, None]
-            outs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], S) / KEYS**0.5)
-        o = F.rms_norm(torch.stack(outs, 1), (VALUES,), p["o_norm.weight"], 1e-5)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        a = project("a", x).to(wide)
+        g = -p["A_log"].to(wide).exp() * F.softplus(a + p["dt_bias"])
+        before = state
+        if state is None:
+            before = x.new_zeros(len(x), heads, KEYS, VALUES, dtype=wide)
+        o, after = rule(q, k, v, g, project("b", x).sigmoid(), before)
+        if state is not None:
+            state.copy_(after)
+        o = F.rms_norm(o.to(x.dtype), (VALUES,), p["o_norm.weight"], 1e-5)
         gate = F.silu(project("g", x)).unflatten(-1, (heads, -1))
         return project("o", (o * gate).flatten(-2))
 

@@ -192,21 +192,28 @@ def test_a_peer_of_static_kernels(name):
 
 
 @pytest.mark.usefixtures("quick_bench")
-def test_a_case_that_is_left_out_is_told_once(capsys):
+def test_a_case_that_is_left_out_is_told_once(monkeypatch, capsys):
     """A table follows every case, here of none."""
+
+    def unsuited(*sizes):
+        raise Unsuited("no machine is large enough")
+
+    monkeypatch.setattr(language, "_block", unsuited)
     assert cli.main(["bench", "--step", "jet_block"]) == 2
-    why = "is left out: runs on a GPU only, as fla's delta rule does"
     names = "training", "prefill", "decoding"
-    assert capsys.readouterr().out.splitlines() == [f"jet_block, {name} {why}" for name in names]
+    assert capsys.readouterr().out.splitlines() == [
+        f"jet_block, {name} is left out: no machine is large enough" for name in names
+    ]
 
 
-def test_a_jet_block_needs_its_packages(monkeypatch, tmp_path):
+def test_a_jet_block_of_jet_nemotron_needs_its_packages(monkeypatch, tmp_path):
+    theirs = peer_of("Jet-Nemotron", "jet_block")
     monkeypatch.setenv("FUSEDOPS_PEERS", str(tmp_path))
-    *_, decoding = language.jet_block("cuda").checks
-    with pytest.raises(Unsuited, match=r"checkout of .*NVlabs/Jet-Nemotron"):
-        decoding.make()
-    with pytest.raises(Unsuited, match="on a GPU only"):
-        language.jet_block("cpu").checks[0].make()
+    assert "checkout of https://github.com/NVlabs/Jet-Nemotron" in theirs.why_not()
+    (tmp_path / language.JET).mkdir(parents=True)
+    (tmp_path / language.BLOCK).touch()
+    monkeypatch.setitem(sys.modules, "fla", None)
+    assert theirs.why_not() == "not installed"
 
 
 NORM = """
@@ -276,7 +283,8 @@ class JetBlock(torch.nn.Module):
             output_final_state=use_cache,
         )
         q, k = (F.silu(p(x)).unflatten(-1, (self.heads, -1)) for p in (self.q_proj, self.k_proj))
-        q, k = F.normalize(q, dim=-1) / 96**0.5, F.normalize(k, dim=-1)
+        q, k = (u / (u.square().sum(-1, keepdim=True) + 1e-6) ** 0.5 for u in (q, k))
+        q = q / 96**0.5
         v, beta = v.unflatten(-1, (self.heads, -1)), self.b_proj(x).sigmoid()
         rate = (-self.A_log.exp() * F.softplus(self.a_proj(x) + self.dt_bias)).exp()
         S, outs = last["recurrent_state"], []
@@ -311,21 +319,19 @@ class JetNemotronCache:
 
 @pytest.fixture
 def checkout(monkeypatch, tmp_path):
-    """Have files with Jet-Nemotron's names, and a package fla."""
+    """Have files with Jet-Nemotron's names."""
     monkeypatch.setenv("FUSEDOPS_PEERS", str(tmp_path))
     folder = tmp_path / language.JET
     folder.mkdir(parents=True)
     for name, code in {"norm": NORM, "jet_block": BLOCK, "kv_cache": CACHE}.items():
         (folder / f"{name}.py").write_text(code)
     language.file_module.cache_clear()
-    fake(monkeypatch, "fla")
-    monkeypatch.setattr(language, "installed", {"fla": True}.__getitem__)
     monkeypatch.setattr(language, "_no_training", lambda: None)
 
 
 def test_a_block_keeps_its_state_where_it_is(checkout):
     """A CUDA graph that was captured with other memory would read it when it is gone."""
-    problem = language._block("cuda", 2, 1, 2, 8, False).to("cpu", "float64")
+    problem = language._block(2, 1, 2, 8, False).to("cpu", "float64")
     function, _ = language._their_block(problem)
     cache = language.file_module(f"{language.JET}/kv_cache.py").JetNemotronCache.made[-1]
     state = cache[0]["recurrent_state"]
@@ -337,20 +343,35 @@ def test_a_block_keeps_its_state_where_it_is(checkout):
     assert not torch.equal(one, other)
 
 
+@pytest.mark.usefixtures("checkout")
 @pytest.mark.parametrize("tokens", [5, 1], ids=["training", "decoding"])
-def test_a_jet_block_of_a_checkout(monkeypatch, checkout, tokens):
-    """The formula is that of a block with Jet-Nemotron's names, whose convolution is swapped."""
-    problem = language._block("cuda", 2, tokens, 2, 8, tokens > 1)
-    formula = language._block_by(language._formula_of_block, problem, "cpu", "float64")
-    truth = language.result(formula.steps())
-    theirs = language.jet_block_by_its_kernels
+def test_a_jet_block_is_that_of_jet_nemotrons_formulas(monkeypatch, tokens):
+    """By our module, by a block of a checkout, and by torch with chunks of tokens."""
+    problem = language._block(2, tokens, 2, 8, tokens > 1)
+    formula = language._block_by(language._formula_of_block, problem, "cpu", "float64").steps()
     monkeypatch.setattr(language, "dtype_on", lambda device: "float64")
-    ours = language._block_by_modules(problem, "torch", "cpu", "float64", "numpy").steps()
-    for made in (theirs(problem, "cpu"), ours):
-        found = language.result(made)
-        assert len(found) == len(truth) == (1 + 1 + 13 if tokens > 1 else 1)
-        for got, want in zip(found, truth, strict=True):
-            assert (got - want).abs().max() <= 1e-10 * want.abs().max() > 0
+    programs = [
+        language._block_by_module(problem, "torch", "cpu", "float64", None).steps(),
+        language.jet_block_by_its_kernels(problem, "cpu"),
+        language.jet_block_in_torch(problem, "cpu"),
+    ]
+    # A step in decoding moves the cache on, so the second has another value.
+    for _ in range(2):
+        truth = language.result(formula)
+        for made in programs:
+            found = language.result(made)
+            assert len(found) == len(truth) == (1 + 1 + 13 if tokens > 1 else 1)
+            for got, want in zip(found, truth, strict=True):
+                assert (got - want).abs().max() <= 1e-10 * want.abs().max() > 0
+
+
+def test_a_rule_by_chunks_of_tokens_is_that_by_tokens():
+    """With a last chunk that isn't full."""
+    normal = language._drawn(0)
+    q, k = normal(2, 130, 3, language.KEYS), normal(2, 130, 3, language.KEYS, scale=0.1)
+    v, g, beta = normal(2, 130, 3, 5), -normal(2, 130, 3).abs(), normal(2, 130, 3).sigmoid()
+    given = q, k, v, g, beta, normal(2, 3, language.KEYS, 5)
+    torch.testing.assert_close(language._rule_by_chunks(*given), language._rule_by_tokens(*given))
 
 
 @pytest.mark.gpu
