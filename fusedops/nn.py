@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 # Imported now: torch.compile can't import the bridge while it traces a call.
 import fusedops._frame.bridge  # noqa: F401
+from fusedops._frame.arrays import wide
 from fusedops._frame.check import at_least_one, holds, of_shape, one_of, size, traced
 from fusedops._frame.registry import BACKENDS, BackendName
 from fusedops._layers import (
@@ -559,15 +560,15 @@ class DynamicShortConvolution(torch.nn.Module):
 
 def normalized(x: torch.Tensor) -> torch.Tensor:
     """Return vectors divided by their lengths, as flash-linear-attention divides them."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+    squares = wide(x).square().sum(-1, keepdim=True)
+    return (x * (squares + 1e-6).rsqrt()).to(x.dtype)
 
 
 def log_gates(a: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor | None) -> torch.Tensor:
     """Return the logarithms of a delta rule's gates, -exp(A_log) softplus(a + dt_bias)."""
-    wide = torch.promote_types(a.dtype, torch.float32)
-    a = a.to(wide) if dt_bias is None else a.to(wide) + dt_bias.to(wide)
-    return -A_log.to(wide).exp() * torch.nn.functional.softplus(a)
+    a = wide(a)
+    a = a if dt_bias is None else a + dt_bias.to(a.dtype)
+    return -A_log.to(a.dtype).exp() * torch.nn.functional.softplus(a)
 
 
 class _GatedRMSNorm(torch.nn.RMSNorm):

@@ -1,7 +1,10 @@
-r"""flash-linear-attention's short convolution, as its models call it::
+r"""flash-linear-attention's short convolution and gated delta rule, as models call them::
 
     -from fla.modules import ShortConvolution
     +from fusedops.compat.fla import ShortConvolution
+
+    -from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+    +from fusedops.compat.fla import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
 Checkpoints load unchanged.
 """
@@ -15,11 +18,29 @@ import fusedops._frame.needs_torch
 import torch
 
 import fusedops
+from fusedops._frame.arrays import wide
 from fusedops._frame.check import of_shape, one_of
 from fusedops.compat.causal_conv1d import need_floats, need_integers, need_state, need_tensor
 from fusedops.conv import ACTIVATIONS, Activation
+from fusedops.nn import log_gates, normalized
 
-__all__ = ["ShortConvolution", "causal_conv1d", "causal_conv1d_update"]
+__all__ = [
+    "ShortConvolution",
+    "causal_conv1d",
+    "causal_conv1d_update",
+    "chunk_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule",
+]
+
+#: The name in errors of the two delta rules, whose arguments have the same names.
+_RULE = "gated_delta_rule"
+#: Arguments of fla's delta rules, of this version or older ones, that aren't served.
+_NOT_SERVED = {
+    "cp_context": "every rank needs all tokens of its sequences",
+    "gk": "every head has one gate",
+    "gv": "every head has one gate",
+    "head_first": "q, k and v are (B, T, H, ...)",
+}
 
 
 def _differentiated(*tensors: torch.Tensor | None) -> bool:
@@ -524,3 +545,225 @@ def _decodes(x: torch.Tensor, cu_seqlens: Any) -> bool:
         return len(cu_seqlens.chunks) == tokens
     starts = torch.as_tensor(cu_seqlens)
     return not starts.is_cpu or bool((starts == torch.arange(tokens + 1)).all())
+
+
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Any = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    chunk_indices: torch.Tensor | None = None,
+    cp_context: Any = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    r"""Return linear attention by the gated delta rule, and the states after the last tokens.
+
+    .. math:: S_t = e^{g_t} S_{t-1} + \beta_t k_t \left(v_t - e^{g_t} S_{t-1}^T k_t\right)^T, \quad
+              \mathrm{out}_t = \mathrm{scale} \cdot S_t^T q_t
+
+    Parameters
+    ----------
+    q, k, v, g, beta, scale, initial_state, cu_seqlens
+        As of `fusedops.gated_delta_rule`; without g nothing is forgotten, and beta is one if None.
+    output_final_state : bool, optional
+        Whether to return the states.
+    use_qk_l2norm_in_kernel : bool
+        Whether to divide q and k by their lengths, :math:`\sqrt{|x|^2 + 10^{-6}}`.
+    use_beta_sigmoid_in_kernel, allow_neg_eigval : bool
+        Whether the strength of writing is the logistic function of beta, or twice that.
+    state_v_first : bool
+        Whether states are (N, HV, V, K); ``transpose_state_layout`` is an older name for it.
+    use_gate_in_kernel : bool
+        Whether the logarithms of the gates are :math:`-e^{A} \, \mathrm{softplus}(g + d)`.
+    A_log, dt_bias : tensor (HV,), optional
+        A and d, with `use_gate_in_kernel`; d is zero by default.
+    cu_seqlens_cpu, chunk_indices, **kwargs
+        Ignored, such as ``chunk_size``: chunks are the kernels' own.
+    cp_context
+        Refused: every rank needs all tokens of its sequences.
+
+    Returns
+    -------
+    o : tensor (B, T, HV, V)
+        In the dtype of q.
+    final_state : tensor (N, HV, K, V), or None
+        With `output_final_state`; in float32, or float64 if q is.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument has the wrong dtype, shape or device, or isn't served; the message names it.
+
+    Notes
+    -----
+    All float tensors have gradients of any order.
+
+    References
+    ----------
+    Yang and Zhang, flash-linear-attention 0.6, ``fla.ops.gated_delta_rule``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fusedops.compat.fla import chunk_gated_delta_rule
+    >>> q = k = v = torch.ones(1, 2, 1, 1)
+    >>> beta = torch.zeros(1, 2, 1)
+    >>> o, state = chunk_gated_delta_rule(
+    ...     q, k, v, None, beta, output_final_state=True, use_beta_sigmoid_in_kernel=True
+    ... )
+    >>> o.flatten().tolist(), state.tolist()
+    ([0.5, 0.75], [[[[0.75]]]])
+    """
+    asked = {"cp_context": cp_context, **kwargs}
+    for argument, why in _NOT_SERVED.items():
+        value = asked.get(argument)
+        if value is not None and value is not False:
+            raise ValueError(f"{_RULE}: {argument} is given; it should not be: {why}")
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError(
+            f"{_RULE}: allow_neg_eigval is True; it should be False without "
+            "use_beta_sigmoid_in_kernel"
+        )
+    tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}
+    needed = {"q", "k", "v"}
+    if use_gate_in_kernel:
+        tensors |= {"A_log": A_log, "dt_bias": dt_bias}
+        needed |= {"g", "A_log"}
+    for argument, value in tensors.items():
+        if value is not None or argument in needed:
+            need_tensor(_RULE, argument, value)
+    if use_gate_in_kernel:
+        assert g is not None
+        assert A_log is not None
+        heads = tuple(v.shape[2:3])
+        for argument, value in (("A_log", A_log), ("dt_bias", dt_bias)):
+            if value is not None:
+                of_shape(_RULE, argument, value, heads)
+        g = log_gates(g, A_log, dt_bias)
+    if beta is not None and use_beta_sigmoid_in_kernel:
+        beta = (1 + allow_neg_eigval) * wide(beta).sigmoid()
+    v_first = kwargs.get("transpose_state_layout", state_v_first)
+    if initial_state is not None and v_first:
+        # The op would show the shape that it has below.
+        of_shape(_RULE, "initial_state", initial_state, ("N", *v.shape[2:], *k.shape[3:]))
+        initial_state = initial_state.mT
+    # Any, since type checkers can't tell the overloads apart.
+    rule: Any = fusedops.gated_delta_rule
+    result = rule(
+        normalized(q) if use_qk_l2norm_in_kernel else q,
+        normalized(k) if use_qk_l2norm_in_kernel else k,
+        v,
+        q.new_zeros(v.shape[:3]) if g is None else g,
+        q.new_ones(v.shape[:3]) if beta is None else beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=bool(output_final_state),
+        cu_seqlens=cu_seqlens,
+    )
+    o, final = result if output_final_state else (result, None)
+    return o, final.mT.contiguous() if final is not None and v_first else final
+
+
+def fused_recurrent_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None = None,
+    gk: torch.Tensor | None = None,
+    gv: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    r"""Return linear attention by the gated delta rule, and the states after the last tokens.
+
+    .. math:: S_t = e^{g_t} S_{t-1} + \beta_t k_t \left(v_t - e^{g_t} S_{t-1}^T k_t\right)^T, \quad
+              \mathrm{out}_t = \mathrm{scale} \cdot S_t^T q_t
+
+    The same as `chunk_gated_delta_rule`, for callers of both: the kernels are the same, and there
+    are gradients here too.
+
+    Parameters
+    ----------
+    q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel
+        As of `chunk_gated_delta_rule`.
+    use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first
+        As of `chunk_gated_delta_rule`.
+    cu_seqlens, **kwargs
+        As of `chunk_gated_delta_rule`.
+    gk, gv
+        Refused, as is beta with a number for every channel: a gate, and a strength, is a head's.
+
+    Returns
+    -------
+    o : tensor (B, T, HV, V)
+        In the dtype of q.
+    final_state : tensor (N, HV, K, V), or None
+        With `output_final_state`; in float32, or float64 if q is.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument has the wrong dtype, shape or device, or isn't served; the message names it.
+
+    References
+    ----------
+    Yang and Zhang, flash-linear-attention 0.6, ``fla.ops.gated_delta_rule``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fusedops.compat.fla import fused_recurrent_gated_delta_rule
+    >>> token, state = torch.ones(1, 1, 1, 1), torch.full((1, 1, 1, 1), 3.0)
+    >>> g = torch.full((1, 1, 1), 0.5).log()
+    >>> o, _ = fused_recurrent_gated_delta_rule(
+    ...     token, token, token, g, beta=torch.full((1, 1, 1), 0.5), initial_state=state
+    ... )
+    >>> o.flatten().tolist()
+    [1.25]
+    """
+    return chunk_gated_delta_rule(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        initial_state,
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        state_v_first,
+        cu_seqlens,
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        gk=gk,
+        gv=gv,
+        **kwargs,
+    )
