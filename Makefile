@@ -10,7 +10,7 @@ MYPY ?= mypy==2.4.1
 PRE_COMMIT ?= pre-commit==4.7.0
 FAIRCHEM ?= fairchem-core==2.24.0
 TORCHREF ?= torchref==0.7.0
-TRANSFORMERS ?= transformers==5.23.0
+TRANSFORMERS ?= transformers==5.24.0
 SPHINX ?= 'sphinx==9.0.4; python_version >= "3.11"' 'sphinx==8.1.3; python_version < "3.11"' \
 	myst-nb==1.4.0 numpydoc==1.11.0 furo==2025.12.19 math-core==0.9.0 ase==3.29.0
 

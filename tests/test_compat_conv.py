@@ -260,7 +260,7 @@ def test_register_without_the_package(monkeypatch):
             package.causal_conv1d_fn(x, weight), causal_conv1d.causal_conv1d_fn(x, weight)
         )
         served = {swap.name: swap.calls for swap in swaps() if swap.program == "causal-conv1d"}
-        assert served == dict.fromkeys(causal_conv1d.NAMES, 0) | {"causal_conv1d_fn": 1}
+        assert served == dict.fromkeys(causal_conv1d.PACKAGE.names, 0) | {"causal_conv1d_fn": 1}
         assert early.causal_conv1d_update == 1
         for module, names in causal_conv1d.FUNCTIONS.items():
             found = importlib.import_module(module)

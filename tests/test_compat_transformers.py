@@ -102,10 +102,9 @@ def trained(model, ids):
 def decoded(model, ids, prompt):
     """Return the logits of every token, after a prompt one token at a time."""
     found = model(ids[:, :prompt], use_cache=True)
-    cache = "cache_params" if "cache_params" in found else "past_key_values"
     logits = [found.logits]
     for t in range(prompt, ids.shape[1]):
-        found = model(ids[:, t : t + 1], use_cache=True, **{cache: found[cache]})
+        found = model(ids[:, t : t + 1], use_cache=True, cache=found.cache)
         logits.append(found.logits)
     return torch.cat(logits, 1)
 

@@ -9,11 +9,6 @@ read tokens of either layout in place, and states by their slots.
 
 from __future__ import annotations
 
-import functools
-import sys
-import threading
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import fusedops._frame.needs_torch
@@ -34,7 +29,7 @@ from fusedops._frame.check import (
     traced,
 )
 from fusedops._frame.hook import outside_of_graphs
-from fusedops._swaps import of, start, stop
+from fusedops.compat._packages import Package
 from fusedops.conv import ACTIVATIONS, Activation
 from fusedops.conv.op import conv_vjp
 
@@ -702,9 +697,6 @@ def causal_conv1d_update_function(
     )
 
 
-PROGRAM = "causal-conv1d"
-#: The version of causal-conv1d whose modules these are.
-VERSION = "1.6.1"
 #: The package's modules, and our functions in them.
 FUNCTIONS = {
     "causal_conv1d": ("causal_conv1d_fn", "causal_conv1d_update"),
@@ -716,65 +708,7 @@ FUNCTIONS = {
         "causal_conv1d_update_function",
     ),
 }
-NAMES = frozenset(name for names in FUNCTIONS.values() for name in names)
-_lock = threading.Lock()
-#: The package's modules from before `register`, and globals (module, name, value) of others.
-_before: tuple[dict[str, ModuleType], list[tuple[ModuleType, str, Any]]] | None = None
-
-
-@functools.cache
-def _counted() -> dict[str, Any]:
-    """Return our functions by name, with their calls counted."""
-    found: dict[str, Any] = {}
-    for module, names in FUNCTIONS.items():
-        for name in names:
-            if name not in found:
-                found[name] = of(PROGRAM, name).counting(globals()[name])
-                # Pickle looks for a function in the module that it names.
-                found[name].__module__ = module
-    return found
-
-
-@functools.cache
-def _package() -> dict[str, ModuleType]:
-    """Return our modules of the package by name."""
-    made = {}
-    for name, functions in FUNCTIONS.items():
-        module = made[name] = ModuleType(name, "causal-conv1d's functions, by fusedops.")
-        # `importlib.util.find_spec` raises for an imported module without one.
-        module.__spec__ = ModuleSpec(name, None, origin=__name__, is_package="." not in name)
-        module.__dict__.update({function: _counted()[function] for function in functions})
-        if "." in name:
-            setattr(made["causal_conv1d"], name.partition(".")[2], module)
-        else:
-            module.__dict__.update(__path__=[], __version__=VERSION)
-    return made
-
-
-def _others() -> list[ModuleType]:
-    """Return the imported modules outside of the package and of this file."""
-    return [
-        module
-        for name, module in list(sys.modules.items())
-        if isinstance(module, ModuleType)
-        and name != __name__
-        and name.partition(".")[0] != "causal_conv1d"
-    ]
-
-
-def _choose_again() -> None:
-    """Let transformers choose anew between the package and plain torch, as at an import."""
-    hub = sys.modules.get("transformers.integrations.hub_kernels")
-    choose = getattr(hub, "use_kernel_func_from_hub_with_fallback", None)
-    if choose is None:
-        return
-    for module in _others():
-        if module.__name__.startswith("transformers."):
-            for name in NAMES & module.__dict__.keys():
-                found = module.__dict__[name]
-                plain = getattr(found, "__wrapped__", None)
-                if plain is not None and found is not _counted()[name]:
-                    setattr(module, name, choose(name, "causal_conv1d")(plain))
+PACKAGE = Package("causal_conv1d", "causal-conv1d", "1.6.1", FUNCTIONS, globals())
 
 
 def register() -> None:
@@ -802,29 +736,7 @@ def register() -> None:
     'fusedops.compat.causal_conv1d'
     >>> fusedops.compat.causal_conv1d.unregister()
     """
-    global _before
-    with _lock:
-        if _before is not None:
-            return
-        theirs = {n: m for n, m in sys.modules.items() if n.partition(".")[0] == "causal_conv1d"}
-        for name in theirs:
-            del sys.modules[name]
-        replaced = [
-            None,
-            *[m.__dict__[n] for m in theirs.values() for n in NAMES & m.__dict__.keys()],
-        ]
-        held = [
-            (module, name, module.__dict__[name])
-            for module in _others()
-            for name in NAMES & module.__dict__.keys()
-            if any(module.__dict__[name] is each for each in replaced)
-        ]
-        sys.modules.update(_package())
-        for module, name, _ in held:
-            setattr(module, name, _counted()[name])
-        _before = theirs, held
-        _choose_again()
-    start(PROGRAM, sorted(NAMES))
+    PACKAGE.register()
 
 
 def unregister() -> None:
@@ -838,18 +750,4 @@ def unregister() -> None:
     >>> import fusedops.compat.causal_conv1d
     >>> fusedops.compat.causal_conv1d.unregister()
     """
-    global _before
-    with _lock:
-        if _before is None:
-            return
-        theirs, held = _before
-        for name, module in _package().items():
-            if sys.modules.get(name) is module:
-                del sys.modules[name]
-        sys.modules.update(theirs)
-        for module, name, value in held:
-            if module.__dict__.get(name) is _counted()[name]:
-                setattr(module, name, value)
-        _before = None
-        _choose_again()
-    stop(PROGRAM)
+    PACKAGE.unregister()
