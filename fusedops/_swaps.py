@@ -25,7 +25,7 @@ log = logging.getLogger("fusedops")
 PROGRAMS = {
     "torchref": ("fusedops.compat.torchref", "0.5", "0.7"),
     "fairchem-core": ("fusedops.compat.fairchem", "2.16", "2.24"),
-    "transformers": ("fusedops.compat.causal_conv1d", "5.23", "5.23"),
+    "transformers": ("fusedops.compat.transformers", "5.23", "5.24"),
 }
 _lock = threading.Lock()
 # A model that was built before `unregister` holds its swap, which counts again after `register`.

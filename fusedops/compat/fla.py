@@ -6,7 +6,7 @@ r"""flash-linear-attention's short convolution and gated delta rule, as models c
     -from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
     +from fusedops.compat.fla import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
-Checkpoints load unchanged.
+Checkpoints load unchanged. `register` puts the delta rule in its place for programs that import it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 import fusedops
 from fusedops._frame.arrays import wide
 from fusedops._frame.check import of_shape, one_of
+from fusedops.compat._packages import Package
 from fusedops.compat.causal_conv1d import need_floats, need_integers, need_state, need_tensor
 from fusedops.conv import ACTIVATIONS, Activation
 from fusedops.nn import log_gates, normalized
@@ -30,6 +31,8 @@ __all__ = [
     "causal_conv1d_update",
     "chunk_gated_delta_rule",
     "fused_recurrent_gated_delta_rule",
+    "register",
+    "unregister",
 ]
 
 #: The name in errors of the two delta rules, whose arguments have the same names.
@@ -767,3 +770,53 @@ def fused_recurrent_gated_delta_rule(
         gv=gv,
         **kwargs,
     )
+
+
+_FUNCTIONS = "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"
+PACKAGE = Package(
+    "fla",
+    "flash-linear-attention",
+    "0.6.0",
+    {"fla": (), "fla.ops": _FUNCTIONS, "fla.ops.gated_delta_rule": _FUNCTIONS},
+    globals(),
+    kept=True,
+    plain={
+        "torch_chunk_gated_delta_rule": "chunk_gated_delta_rule",
+        "torch_recurrent_gated_delta_rule": "fused_recurrent_gated_delta_rule",
+    },
+)
+
+
+def register() -> None:
+    """Put our gated delta rule in the place of flash-linear-attention's from now on.
+
+    Call it in every process. Programs that import the package ``fla``, such as transformers, then
+    get our two functions, on a CPU too. If the package is installed, all else in it stays, and it
+    is imported here; if it is not, or can't be imported, there is one with these functions alone.
+    Modules that were imported before call our functions too, as with
+    `fusedops.compat.causal_conv1d.register`. A second call changes nothing.
+
+    Examples
+    --------
+    >>> import fusedops.compat.fla
+    >>> fusedops.compat.fla.register()
+    >>> from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    >>> chunk_gated_delta_rule.__wrapped__.__module__
+    'fusedops.compat.fla'
+    >>> fusedops.compat.fla.unregister()
+    """
+    PACKAGE.register()
+
+
+def unregister() -> None:
+    """Give programs flash-linear-attention's gated delta rule again, or none.
+
+    Functions that a program has imported by name since `register` stay ours, except in
+    transformers. Without `register` before, nothing changes.
+
+    Examples
+    --------
+    >>> import fusedops.compat.fla
+    >>> fusedops.compat.fla.unregister()
+    """
+    PACKAGE.unregister()
