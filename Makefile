@@ -97,7 +97,7 @@ peer-tests: .venv/with-fairchem/done .venv/with-torchref/done .venv/with-transfo
 		for ours in causal_conv1d cpp_functions; do bin/python ../tests/peer_conv.py $$ours \
 		"$(abspath $(CAUSAL_CONV1D_TESTS))" -k "$(CAUSAL_CONV1D_SOME)" || exit; done)
 	[ -z "$(FLA_TESTS)" ] || (cd .venv && bin/python -m pip install --quiet einops && \
-		bin/python ../tests/peer_conv.py fla "$(abspath $(FLA_TESTS))")
+		for ours in fla fla_delta; do bin/python ../tests/peer_conv.py $$ours "$(abspath $(FLA_TESTS))" || exit; done)
 	[ -z "$(VLLM_TESTS)" ] || (cd .venv && bin/python -m pip install --quiet einops && \
 		bin/python ../tests/peer_conv.py vllm "$(abspath $(VLLM_TESTS))")
 	[ -z "$(SGLANG_TESTS)" ] || (cd .venv && bin/python -m pip install --quiet einops && \

@@ -81,7 +81,8 @@ def test_values_states_and_gradients(rule, v_first):
     got, want = (torch.autograd.grad(outs, leaves, cotangents) for outs in (found, wanted))
     torch.testing.assert_close(got, want, **TOLERANCE)
     if v_first:
-        older = rule(q, k, v, g, beta=beta, transpose_state_layout=True, **given)
+        with pytest.warns(DeprecationWarning, match="state_v_first now"):
+            older = rule(q, k, v, g, beta=beta, transpose_state_layout=True, **given)
         torch.testing.assert_close(older, (o, None), **TOLERANCE)
 
 
@@ -188,6 +189,10 @@ def refused(**changes):
         (
             {"initial_state": random(B, HV, K, V), "state_v_first": True},
             r"initial_state has shape \(2, 4, 5, 3\); it should be \(N, 4, 3, 5\)",
+        ),
+        (
+            {"state_v_first": True, "transpose_state_layout": False},
+            "state_v_first is given; with transpose_state_layout, its older name, it should not be",
         ),
         ({"cu_seqlens": torch.tensor([0, 3])}, "with cu_seqlens it should be"),
     ],

@@ -11,6 +11,7 @@ Checkpoints load unchanged. `register` puts the delta rule in its place for prog
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import fusedops._frame.needs_torch
@@ -659,8 +660,15 @@ def chunk_gated_delta_rule(
         g = log_gates(g, A_log, dt_bias)
     if beta is not None and use_beta_sigmoid_in_kernel:
         beta = (1 + allow_neg_eigval) * wide(beta).sigmoid()
-    v_first = kwargs.get("transpose_state_layout", state_v_first)
-    if initial_state is not None and v_first:
+    if "transpose_state_layout" in kwargs:
+        if state_v_first:
+            raise ValueError(
+                f"{_RULE}: state_v_first is given; with transpose_state_layout, its older name, it "
+                "should not be"
+            )
+        warnings.warn("transpose_state_layout is state_v_first now", DeprecationWarning, 2)
+        state_v_first = kwargs["transpose_state_layout"]
+    if initial_state is not None and state_v_first:
         # The op would show the shape that it has below.
         of_shape(_RULE, "initial_state", initial_state, ("N", *v.shape[2:], *k.shape[3:]))
         initial_state = initial_state.mT
@@ -678,7 +686,7 @@ def chunk_gated_delta_rule(
         cu_seqlens=cu_seqlens,
     )
     o, final = result if output_final_state else (result, None)
-    return o, final.mT.contiguous() if final is not None and v_first else final
+    return o, final.mT.contiguous() if final is not None and state_v_first else final
 
 
 def fused_recurrent_gated_delta_rule(
