@@ -866,7 +866,7 @@ class JetBlock(torch.nn.Module):
         of_shape(
             name, "cache[1]", cache[1], (count, self.num_heads, self.head_k_dim, self.head_v_dim)
         )
-        holds(name, "cache[1]", cache[1], x)
+        holds(name, "cache[1]", cache[1], x, "hidden_states")
         return cache
 
     def extra_repr(self) -> str:

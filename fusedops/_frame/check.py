@@ -182,10 +182,10 @@ def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
     return low, high
 
 
-def holds(op: str, name: str, state: Any, x: Any) -> None:
-    """Raise TypeError unless a state can take the values of x in place."""
+def holds(op: str, name: str, state: Any, x: Any, other: str = "x") -> None:
+    """Raise TypeError unless a state can take the values of x, called `other`, in place."""
     if promoted((state, x)) != state.dtype:
-        should = f"hold {dtype_name(x.dtype)}, the dtype of x"
+        should = f"hold {dtype_name(x.dtype)}, the dtype of {other}"
         refuse(TypeError, op, name, f"has dtype {dtype_name(state.dtype)}", should)
 
 

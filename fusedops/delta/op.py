@@ -507,7 +507,7 @@ def gated_delta_rule_step(
         if x.ndim != rank:
             should = f"have {rank} dimensions, since q has {q.ndim}"
             refuse(ValueError, name, argument, f"has shape {tuple(x.shape)}", should)
-    holds(name, "state", state, q)
+    holds(name, "state", state, q, "q")
     no_overlap(name, "state", state)
     if slots is not None:
         indices(name, "slots", slots)
