@@ -1,12 +1,7 @@
-"""Arrays between protected pages: a kernel that touches these kills its process.
-
-A test calls `run` with the code of that process, which imports the rest from here. It is forked,
-because importing torch and Triton takes longer than most of these tests.
-"""
+"""Arrays between protected pages: a kernel that touches these kills its process."""
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import mmap
 import os
@@ -14,29 +9,31 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from fusedops._frame import registry
+from fusedops._frame.packed import Packed
+
 PAGE = mmap.PAGESIZE
-#: The framework of a kernel's arrays, and its backend, in the process of a test.
-FRAMEWORK, BACKEND = "", ""
 
 
-def run(place: tuple[str, str], code: str, **given: Any) -> None:
-    """Run code for a place in a process of its own, with these variables; fail where it fails."""
-    global FRAMEWORK, BACKEND
+def run(function: Callable[..., None], *arguments: Any) -> None:
+    """Call a function in a process of its own; fail where it fails.
+
+    The process is forked, because importing torch and Triton takes longer than most of these tests.
+    """
     with tempfile.TemporaryFile("w+") as told, warnings.catch_warnings():
-        # Forking warns of other threads, whose locks this code doesn't use.
+        # Forking warns of other threads, whose locks these functions don't use.
         warnings.simplefilter("ignore")
         child = os.fork()
         if child == 0:
             try:
-                FRAMEWORK, BACKEND = place
                 if "torch" in sys.modules:
                     sys.modules["torch"].set_num_threads(1)
-                exec(code, given)
+                function(*arguments)
             except BaseException:
                 traceback.print_exc(file=told)
                 told.flush()
@@ -63,30 +60,35 @@ def guarded(values: Any, at_the_end: bool) -> np.ndarray:
     return array
 
 
-def packed(value: Any, at_the_end: bool) -> Any:
-    """Return a packed argument whose arrays lie between protected pages."""
-    arrays = [guarded(getattr(value, field), at_the_end) for field in value._fields]
-    if FRAMEWORK == "torch":
-        import torch
+def fill(
+    place: tuple[str, str],
+    primitive: Any,
+    arguments: Sequence[Any],
+    outputs: Sequence[Any],
+    at_the_end: bool,
+) -> tuple[Any, Any]:
+    """Let the place's kernel fill outputs; return the arguments and outputs between pages.
 
-        return value.from_tensors([*map(torch.from_numpy, arrays)], value.sizes())
-    made = copy.copy(value)
-    vars(made).update(zip(value._fields, arrays, strict=True))
-    return made
+    The arrays of packed arguments lie between pages, too.
+    """
 
+    def own(value: Any) -> Any:
+        if isinstance(value, Packed):
+            return value.from_tensors([*map(own, value.arrays())], value.sizes())
+        return guarded(value, at_the_end) if isinstance(value, np.ndarray) else value
 
-def fill(primitive: Any, a: Any, outputs: Sequence[Any]) -> None:
-    """Let the place's kernel fill outputs from a record of arguments; arrays are NumPy's."""
-    from fusedops._frame import registry
-
-    first = next(array for array in a if array is not None)
-    request = registry.Request(primitive.name, FRAMEWORK, "cpu", first.dtype, BACKEND)
+    framework, backend = place
+    given = primitive.Arguments(*map(own, arguments))
+    filled = primitive.Outputs(*map(own, outputs))
+    first = next(array for array in given if array is not None)
+    request = registry.Request(primitive.name, framework, "cpu", first.dtype, backend)
     kernel = registry.choose(request)[1]
-    if FRAMEWORK == "torch":
-        import torch
-
-        a, outputs = (
-            [torch.from_numpy(one) if isinstance(one, np.ndarray) else one for one in group]
-            for group in (a, outputs)
+    records = given, filled
+    if framework == "torch":
+        as_tensor = sys.modules["torch"].from_numpy
+        records = (
+            type(group)(*(as_tensor(one) if isinstance(one, np.ndarray) else one for one in group))
+            for group in records
         )
-    kernel(primitive.Arguments(*a), primitive.Outputs(*outputs))
+    kernel(*records)
+    return given, filled

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fusedops
-import guarded
 from contract import same, tensor
 from densities import (
     CELLS,
@@ -41,11 +40,9 @@ from fusedops.samples import atoms_in, ubiquitin
 from fusedops.testing import error
 from places import (
     EXACT,
-    FILLING,
     HAS_TORCH,
     available,
     interpreted,
-    needs_linux,
     needs_torch,
     needs_triton,
 )
@@ -802,56 +799,7 @@ def test_the_map_has_the_dtype_to_which_its_arrays_promote(framework, dtypes):
         close(got, gradient, "float32" if wide == np.float32 else None, terms=4000)
 
 
-# Memory and precision.
-
-
-GUARDED = """
-import numpy as np
-from fusedops import Lattice
-from fusedops.density.op import density, density_vjp, density_vjp_vjp
-from fusedops.samples import atoms_in
-from guarded import fill, guarded
-
-
-for at_the_end in (True, False):
-    for cell, shape, radius, dtype in CELLS:
-        for anisotropic in (False, True):
-            rng = np.random.default_rng(0)
-            cell = np.array(cell)
-            atoms = atoms_in(cell, 5, rng, anisotropic=anisotropic)
-            # At a corner, outside of the cell, beyond all digits, and of no place at all.
-            xyz = atoms[0]
-            xyz[0], xyz[1], xyz[2], xyz[3, 1] = 0.0, cell @ [1, 2, -3], 1e30, np.nan
-            arrays = [guarded(a.astype(dtype), at_the_end) for a in (*atoms, np.full(5, radius))]
-            g = guarded(rng.normal(size=shape).astype(dtype), at_the_end)
-            lattice = Lattice(cell, shape)
-            a = density.Arguments(*arrays, lattice, 0)
-            b = density_vjp.Arguments(*arrays[:5], g, arrays[5], None, lattice, 0)
-            tangents = [guarded(np.ones_like(array), at_the_end) for array in arrays[:5]]
-            c = density_vjp_vjp.Arguments(*b[:6], *tangents, *b[6:-1])
-            for primitive, given in ((density, a), (density_vjp, b), (density_vjp_vjp, c)):
-                outputs = [
-                    None if d is None else guarded(np.full(d[0], np.nan, dtype), at_the_end)
-                    for d in primitive.describe(given)
-                ]
-                fill(primitive, given, outputs)
-                for out in outputs:
-                    assert out is None or np.isfinite(out).all()
-"""
-
-
-@needs_linux
-@pytest.mark.parametrize("place", FILLING, ids="-".join)
-def test_kernels_touch_nothing_beyond_their_arrays(place):
-    available(*place)
-    # The interpreter is slow, so one cell in either dtype.
-    cells = [
-        (np.array(cell).tolist(), shape, radius, dtype)
-        for name, (cell, shape, radius) in CELLS.items()
-        for dtype in ("f4", "f8")
-        if place[1] != "triton" or name == "thinner"
-    ]
-    guarded.run(place, GUARDED, CELLS=cells)
+# Precision.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

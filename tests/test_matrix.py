@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 
 import numpy as np
 import pytest
@@ -15,12 +16,13 @@ from fusedops._frame import registry
 from fusedops._frame.packed import Packed
 from fusedops.conv.op import conv, conv_vjp
 from fusedops.planarity.op import gradient_vjp, nll
-from fusedops.testing import CASES, check, poisoned_outputs, run
+from fusedops.testing import CASES, check, error, poisoned_outputs, run
 from places import (
     FILLING,
     HAS_TORCH,
     SERVE_ARRAYS,
     SERVE_TENSORS,
+    available,
     interpreted,
     needs_linux,
     needs_torch,
@@ -214,36 +216,46 @@ def test_indices_that_lie_lead_nowhere(place, primitive, shapes, others):
         assert np.isfinite(memory[8]).all()
 
 
-GUARDED = """
-import numpy as np
-from fusedops import Sequences
-from fusedops.conv.op import conv, conv_vjp
-from guarded import fill, guarded
+def fill_guarded(place, cases, ends_and_dtypes):
+    """Compare kernels with the formula, all arrays of a call lying between protected pages."""
+    for case, (at_the_end, dtype) in itertools.product(cases, ends_and_dtypes):
+        primitive, (arrays, others) = case.primitive, case.make()
+        arrays = [a if a is None else a.astype(dtype) for a in arrays]
+        given = primitive.Arguments(*arrays, *others)
+        wide = [a if a is None else a.astype(np.float64) for a in arrays]
+        exact = primitive.Arguments(*wide, *others)
+        outputs = [o and np.full(o[0], np.nan, dtype) for o in primitive.describe(given)]
+        given, found = guarded.fill(place, primitive, given, outputs, at_the_end)
+        wanted = primitive.formula(exact)
+        updated = [(getattr(given, name), getattr(exact, name)) for name in primitive.mutates]
+        for got, want in (*zip(found, wanted, strict=True), *updated):
+            assert want is None or error(got, want) <= case.tolerance(dtype), case
 
 
-rng = np.random.default_rng(0)
-for cu_seqlens in SEQUENCES:
-    T, D, W, S = cu_seqlens[-1], 3, 4, len(cu_seqlens) - 1
-    sequences = Sequences(np.array(cu_seqlens))
-    shapes = [(1, T, D), (1, T, D, W), (S, D, W), (D,), (1, T, D), (S, D, W)]
-    for primitive, static in ((conv, False), (conv_vjp, False), (conv_vjp, True)):
-        for at_the_end in (True, False):
-            own = list(shapes)
-            own[1] = (D, W) if static else own[1]
-            arrays = [guarded(rng.normal(size=s), at_the_end) for s in own[: len(primitive.arrays)]]
-            given = primitive.Arguments(*arrays, sequences, "silu")
-            described = primitive.describe(given)
-            outputs = [guarded(np.full(shape, np.nan), at_the_end) for shape, _ in described]
-            want = primitive.formula(given)
-            fill(primitive, given, outputs)
-            for a, b in zip(outputs, want):
-                np.testing.assert_allclose(a, b, atol=1e-12)
-"""
+# For the interpreter, small cases of each way in which a kernel reads and writes.
+FEW = [
+    case
+    for case in CASES
+    if case.name
+    in (
+        *("static-packed", "dynamic-short", "paged", "circular", "generated-w7", "wrapped"),
+        *("l1-m1-forth", "l1-m0-back", "undo-packed", "own", "l1-m0-scaled", "l1-dense"),
+        *("l3-packed", "l3-m1", "l3-m1-m", "small-iso", "bad-aniso", "hidden-incoming", "openfold"),
+        *("chain-uniform", "degenerate-weighted"),
+    )
+]
 
 
+@interpreted
 @needs_linux
+@pytest.mark.parametrize("family", sorted({case.primitive.family for case in CASES}))
 @pytest.mark.parametrize("place", FILLING, ids="-".join)
-def test_a_convolution_reads_nothing_beyond_its_arrays(place):
-    # Sequences of fewer tokens than one block of a kernel, and of more.
-    few, many = [0, 0, 3, 8], [0, 0, 1, 70, 71]
-    guarded.run(place, GUARDED, SEQUENCES=[few] if place[1] == "triton" else [few, many])
+def test_kernels_touch_nothing_beyond_their_arrays(place, family):
+    """Nor beyond the arrays of packed arguments."""
+    available(*place)
+    ends_and_dtypes = list(itertools.product((True, False), ("float64", "float32")))
+    cases = CASES
+    if place[1] == "triton":
+        cases, ends_and_dtypes = FEW, ends_and_dtypes[::3]
+    own = [case for case in cases if case.primitive.family == family]
+    guarded.run(fill_guarded, place, own, ends_and_dtypes)

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fusedops
-import guarded
 from contract import same, tensor
 from cpukern.scatter.parts import bins
 from densities import agree, close
@@ -23,7 +22,6 @@ from places import (
     HAS_TORCH,
     available,
     interpreted,
-    needs_linux,
     needs_torch,
     needs_triton,
 )
@@ -557,47 +555,3 @@ def test_indices_that_lie_lead_nowhere(place, primitive, index, binned):
         assert raised or np.isfinite(out).all(), "what was read lies outside"
         out[...] = 5.0
         assert (around == 5.0).all(), "something is written outside"
-
-
-GUARDED = """
-import numpy as np
-from fusedops import ScatterPlan
-from fusedops.scatter.op import gather, scatter
-from guarded import FRAMEWORK, fill, guarded
-
-
-rng = np.random.default_rng(0)
-for at_the_end in (True, False):
-    for dtype, index, shape, size in SIZES:
-        count, nx, ny, nz = shape
-        wa = guarded((np.arange(nx) + np.zeros((count, 1))).astype(index), at_the_end)
-        # Rows that end with the map, begin with it, and wrap around.
-        start = rng.choice([0, 3, size - nx - nz + 1, size - nx - 2], (count, ny, 1))
-        wbwc = guarded(((start + np.arange(nz)) % (size - nx + 1)).astype(index), at_the_end)
-        plan = ScatterPlan(wa, wbwc, size, copy=False)
-        for primitive in (scatter, gather):
-            inputs, outputs = (shape, (size,)) if primitive is scatter else ((size,), shape)
-            given = guarded(rng.normal(size=inputs).astype(dtype), at_the_end)
-            out = guarded(np.full(outputs, np.nan, dtype), at_the_end)
-            if FRAMEWORK == "torch":
-                import torch
-                where = [torch.from_numpy(a) for a in (wa, wbwc)]
-                plan = ScatterPlan.from_tensors(where, [size, 0, 0, 0])
-            a = primitive.Arguments(given, plan)
-            fill(primitive, a, [out])
-            (want,) = primitive.formula(a)
-            np.testing.assert_allclose(out, want, atol=1e-12 if dtype == "f8" else 1e-5)
-"""
-# Rows shorter than a vector register, as long, and longer.
-SIZES = [
-    (dtype, index, (4, 3, 2, nz), nz + 40)
-    for dtype, index in (("f8", "i8"), ("f4", "i4"), ("f4", "i8"))
-    for nz in (1, 3, 8, 16, 17, 33)
-]
-
-
-@needs_linux
-@pytest.mark.parametrize("place", FILLING, ids="-".join)
-def test_kernels_read_nothing_beyond_their_arrays(place):
-    available(*place)
-    guarded.run(place, GUARDED, SIZES=SIZES[::4] if place[1] == "triton" else SIZES)

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
-import operator
 import re
 import warnings
 
 import numpy as np
 import pytest
 
-import guarded
 from contract import (
     EXAMPLES,
     all_agree,
@@ -33,7 +30,7 @@ from fusedops import triangle_multiplicative_update
 from fusedops._frame import registry
 from fusedops.trimul.examples import update
 from fusedops.trimul.op import ARRAYS, trimul, warn_of_parts
-from places import FILLING, HAS_TORCH, available, interpreted, needs_linux, needs_torch
+from places import HAS_TORCH, interpreted, needs_torch
 
 if HAS_TORCH:
     import torch
@@ -534,45 +531,3 @@ def test_compile_without_recompiling(mask):
         frames.add(counter.frame_count)
     # Numbers like eps make the first compilation start over.
     assert len(frames) == 1
-
-
-GUARDED = """
-import numpy as np
-from fusedops.samples import pair
-from fusedops.trimul.op import trimul, trimul_vjp
-from guarded import fill, guarded
-
-
-for shape in SHAPES:
-    for at_the_end, dtype, gate, direction in CALLS:
-        rng = np.random.default_rng(0)
-        arrays = pair(*shape, rng, gate=gate, mask=False, biases=True).values()
-        arrays = [guarded(a.astype(dtype), at_the_end) for a in arrays]
-        static = direction, gate, "ieee", 1e-5, 0
-        a = trimul.Arguments(*arrays, *static)
-        want = trimul.formula(a)
-        outputs = [guarded(np.full(w.shape, np.nan, dtype), at_the_end) for w in want]
-        fill(trimul, a, outputs)
-        g = guarded(rng.normal(size=arrays[0].shape).astype(dtype), at_the_end)
-        back = trimul_vjp.Arguments(*arrays, guarded(want[1], at_the_end), g, *static)
-        want += trimul_vjp.formula(back)
-        outputs += [guarded(np.full(a.shape, np.nan, dtype), at_the_end) for a in arrays]
-        fill(trimul_vjp, back, outputs[2:])
-        for got, value in zip(outputs, want, strict=True):
-            # Of one residue the mask has next to no cotangent, a difference of larger numbers.
-            limit = (1e-4 if dtype == "f4" else 1e-11) * (abs(value).max() + 0.1)
-            np.testing.assert_allclose(got, value, rtol=0, atol=limit)
-"""
-
-
-@needs_linux
-@pytest.mark.parametrize("place", FILLING, ids="-".join)
-def test_kernels_touch_nothing_beyond_their_arrays(place):
-    available(*place)
-    shapes = [(1, 3, 5, 7), (2, 1, 9, 8), (1, 17, 4, 3), (1, 2, 40, 33)]
-    calls = list(itertools.product((True, False), ("f4", "f8"), GATES, DIRECTIONS))
-    if place[1] == "triton":
-        # Half of the calls cover every combination of any three choices.
-        calls = [call for call in calls if sum(map(operator.eq, call, calls[0])) % 2]
-        shapes = shapes[:1]
-    guarded.run(place, GUARDED, SHAPES=shapes, CALLS=calls)

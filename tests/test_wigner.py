@@ -17,7 +17,7 @@ from fusedops._frame import registry
 from fusedops._frame.arrays import wide
 from fusedops.harmonics.op import matrices as matrices_primitive
 from fusedops.harmonics.op import matrices_vjp, matrices_vjp_vjp, matrix_size
-from fusedops.testing import CASES, TOLERANCE, error
+from fusedops.testing import TOLERANCE, error
 from fusedops.wigner import m_major_order, wigner_d, wigner_d_of
 from fusedops.wigner.op import edge_wigner
 from fusedops.wigner.plan import _Check, grouped_ends
@@ -957,42 +957,7 @@ def test_a_rotation_of_another_shape_is_named():
 # Memory of others.
 
 
-def fill_guarded(primitive, arrays, static, at_the_end, outputs):
-    """Fill outputs, all arrays of a call lying between protected pages."""
-    arrays, outputs = (
-        [a if a is None else guarded.guarded(a, at_the_end) for a in group]
-        for group in (arrays, outputs)
-    )
-    static = [guarded.packed(s, at_the_end) if isinstance(s, fusedops.Edges) else s for s in static]
-    guarded.fill(primitive, primitive.Arguments(*arrays, *static), outputs)
-    return outputs
-
-
-def fill_cases(cases):
-    for case, end, dtype in itertools.product(cases, (True, False), ("float32", "float64")):
-        primitive, (arrays, static) = case.primitive, case.make()
-        arrays = [a if a is None else a.astype(dtype) for a in arrays]
-        a = primitive.Arguments(*arrays, *static)
-        described = primitive.describe(a)
-        outputs = [None if d is None else np.full(d[0], np.nan, dtype) for d in described]
-        found = fill_guarded(primitive, arrays, static, end, outputs)
-        for got, want in zip(found, primitive.formula(a), strict=True):
-            assert got is None or error(got, want) <= case.tolerance(dtype), case
-
-
-FAMILIES = [case for case in CASES if case.primitive.family in ("wigner", "harmonics")]
-# In the interpreter, a case for each kind of kernel.
-FEW = "l1-m1-forth", "l1-m0-back", "undo-packed", "own", "l1-m0-scaled", "l1-dense", "l3-packed"
-
-
-@needs_linux
-@pytest.mark.parametrize("place", FILLING, ids="-".join)
-def test_kernels_read_nothing_beyond_their_arrays(place):
-    few = [case for case in FAMILIES if case.name in FEW]
-    guarded.run(place, "fill()", fill=lambda: fill_cases(few if place[1] == "triton" else FAMILIES))
-
-
-def fill_by_liars(lie):
+def fill_by_liars(place, lie):
     """Fill arrays of 4 nodes by edges between 9, or arrays of 4 edges by 5 edges."""
     ends = np.array([[0, 1, 2, 2, 0], [1, 0, 2, 1, 2]])
     edges = fusedops.Edges(*((ends, 4) if lie == "edges" else (4 * ends, 9)))
@@ -1003,7 +968,8 @@ def fill_by_liars(lie):
         # An edge's own results may be left as they are.
         outputs = [np.ones(shape) for shape in ((out, 4, 3), message, wigner)]
         static = edges, 1, way, 1.0
-        found = fill_guarded(edge_wigner, [*arrays, None], static, end, [*outputs, None])
+        given, outputs = (*arrays, None, *static), (*outputs, None)
+        _, found = guarded.fill(place, edge_wigner, given, outputs, end)
         assert all(np.isfinite(a).all() for a in found if a is not None)
 
 
@@ -1012,7 +978,7 @@ def fill_by_liars(lie):
 @pytest.mark.parametrize("place", FILLING, ids="-".join)
 def test_edges_that_lie_lead_nowhere(place, lie):
     """Nothing outside is touched; a call makes an output for every node that the edges name."""
-    guarded.run(place, "fill()", fill=lambda: fill_by_liars(lie))
+    guarded.run(fill_by_liars, place, lie)
 
 
 def test_a_step_writes_no_gradient_that_it_lacks_factors_for(monkeypatch):
