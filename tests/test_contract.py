@@ -37,6 +37,7 @@ from contract import (
     tuple_of,
     unaligned,
 )
+from fusedops._catalogue import typical
 from fusedops.testing import CASES, TOLERANCE
 from places import (
     EXACT,
@@ -71,6 +72,8 @@ COMPILED_TENSORS = [place for place in TENSORS if place[1] != "triton"]
 SHOULD = "; it should be"
 every_example = pytest.mark.parametrize("example", EXAMPLES, ids=str)
 with_out = pytest.mark.parametrize("example", [e for e in EXAMPLES if e.takes_out], ids=str)
+#: An example of every op, for promises that the bridge keeps for all its calls.
+every_op = pytest.mark.parametrize("example", {e.op: e for e in EXAMPLES}.values(), ids=str)
 
 
 def at(places, examples=EXAMPLES):
@@ -589,7 +592,7 @@ def test_jacobians_of_forward_mode(example):
 
 
 @needs_torch
-@every_example
+@every_op
 def test_forward_mode_in_graphs(example):
     """A recording and a mode of torch keep tangents; a compiled function refuses dual tensors."""
     from torch.autograd import forward_ad
@@ -611,15 +614,19 @@ def test_forward_mode_in_graphs(example):
 # Graphs of torch.
 
 
+NOTHING = "none-uniform", "no-edges", "no-channels", "no-rows", "no-atoms-iso", "no-residues"
 OPCHECKED = of_primitives(
-    *("chain-uniform", "atom_sigmas-weighted", "degenerate-uniform", "none-uniform"),
+    *("chain-uniform", "atom_sigmas-weighted", "degenerate-uniform"),
     *("dynamic-packed", "static-mamba", "w1", "w5", "static-w1"),
-    *("l1-m1-forth", "uma-degree", "own", "undo-packed", "no-edges", "l0-packed", "l2-dense"),
-    *("uma-second", "no-channels", "gates", "l0-m0-l"),
-    *("odd", "no-rows", "triclinic-aniso", "no-atoms-iso"),
-    *("openfold", "plain", "no-residues"),
+    *("l1-m1-forth", "uma-degree", "own", "undo-packed", "l0-packed", "l2-dense"),
+    *("uma-second", "gates", "l0-m0-l", "odd", "triclinic-aniso", "openfold", "plain"),
     *("generated-packed", "generated-bare", "delta-packed", "delta-bare", "delta-step"),
+    *NOTHING,
 )
+
+
+# The last traces a pass in both directions, which takes most of the time.
+UTILS = "test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
 
 
 def transposed(array):
@@ -627,25 +634,29 @@ def transposed(array):
 
 
 def opchecks():
+    """Yield cases in their layout, and some in another; torch traces typical and empty ones."""
+    traced = [*typical(OPCHECKED).values(), *of_primitives(*NOTHING)]
     strided = of_primitives(
         *("chain-weighted", "dynamic-short", "l1-m1-back", "l1-dense", "odd", "no-atoms-iso"),
         *("small-aniso", "l1-m1", "l1-m1-l", "delta", "delta-step-tokens"),
     )
     primitives = {case.primitive for case in CASES}
     assert {case.primitive for case in OPCHECKED} == primitives
-    yield from (pytest.param(case, "", id=str(case)) for case in OPCHECKED)
+    for case in OPCHECKED:
+        yield pytest.param(case, "", UTILS if case in traced else UTILS[:-1], id=str(case))
     for case, backend in itertools.product(strided, ("cython", "torch")):
-        yield pytest.param(case, backend, id=f"{case}-strided-{backend}")
+        yield pytest.param(case, backend, UTILS[:-1], id=f"{case}-strided-{backend}")
 
 
 @needs_torch
-@pytest.mark.parametrize(("case", "backend"), list(opchecks()))
-def test_opcheck(case, backend):
-    if not backend:
-        torch.library.opcheck(*registered(case))
-    else:
+@pytest.mark.parametrize(("case", "backend", "utils"), list(opchecks()))
+def test_opcheck(case, backend, utils):
+    if backend:
         available("torch", backend)
-        torch.library.opcheck(*registered(case, backend, torch.float32, transposed))
+        operator, arguments = registered(case, backend, torch.float32, transposed)
+    else:
+        operator, arguments = registered(case)
+    torch.library.opcheck(operator, arguments, test_utils=utils)
 
 
 @needs_torch
@@ -688,7 +699,7 @@ def compiled(function, **options):
 
 @needs_torch
 @pytest.mark.parametrize("example", [*TRACED, *UNPACKED], ids=str)
-def test_compile_without_breaks_or_recompiling(example):
+def test_compile_without_breaks_or_recompiling(example, monkeypatch):
     """Sizes change from one structure, sequence or batch to the next."""
     problems = [example.of(size) for size in example.others]
     op, names = example.op, problems[0].leaves
@@ -717,32 +728,23 @@ def test_compile_without_breaks_or_recompiling(example):
         for got, want in zip(fast(detached, constants), function(detached, constants), strict=True):
             torch.testing.assert_close(got, want)
         frames.append(counter.frame_count)
+    # Compiled code asks for its backend when it runs.
+    with requests(monkeypatch) as asked:
+        fast(detached, constants)
+        with fusedops.use_backend("numpy"):
+            fast(detached, constants)
+    assert [backend for _, backend in asked] == [None, "numpy"]
+    frames.append(counter.frame_count)
     # Calls with and without a gradient make two graphs; a number may make the first start over.
     assert len(set(frames)) == 1
     assert frames[0] <= 2 + (example.name in ("degree", "delta"))
 
 
 @needs_torch
-@every_example
-def test_compiled_code_asks_for_its_backend_when_it_runs(example, monkeypatch):
-    p = example.problem("tiny")
-    fast, counter = compiled(function_of(p))
-    arrays = [tensor(p.arguments[name]) for name in p.leaves]
-    # The first call gives a packed argument tensors, for which torch compiles again.
-    for _ in range(2):
-        fast(*arrays)
-    frames = counter.frame_count
-    with requests(monkeypatch) as asked:
-        fast(*arrays)
-        with fusedops.use_backend("numpy"):
-            fast(*arrays)
-    assert [backend for _, backend in asked] == [None, "numpy"]
-    assert counter.frame_count == frames
-
-
-@needs_torch
-@with_out
+@every_op
 def test_out_inside_compiled_code(example):
+    if not example.takes_out:
+        pytest.skip("it has no out")
     p = example.problem()
     fast, _ = compiled(function_of(p), dynamic=True)
     arrays = [tensor(p.arguments[name]) for name in p.leaves]
