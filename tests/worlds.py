@@ -22,9 +22,9 @@ from pathlib import Path
 import pytest
 
 LIMIT = 60
-#: Ranks without a GPU are forked by a process that has imported torch for all of them.
+#: Ranks without a GPU are forked by a process that has imported for all of them what they need.
 START = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-PRELOADED = ["pytest", "torch.distributed.tensor", "fusedops.distributed"]
+PRELOADED = ["pytest", "numba", "torch._dynamo", "torch.distributed.tensor", "fusedops.distributed"]
 
 
 def on_gpus(ranks):
