@@ -251,16 +251,31 @@ def test_bad_arguments_raise_their_own_errors():
         fast(x, kernels[:, :5], cu_seqlens)
 
 
-class Force(torch.nn.Module):
-    """A layer of a potential that gets its graph as a tensor."""
+class Layers(torch.nn.Module):
+    """A layer of a potential that gets its graph as a tensor, and an update of pairs."""
 
-    def forward(self, x, edge_index, vectors):
-        wigner, C = wigner_d(vectors, 2), x.shape[2]
-        message = fusedops.node_to_edge_wigner_permute(x, edge_index, wigner)
-        message = (message[..., :C] * message[..., C:]).tanh()
-        return fusedops.permute_wigner_inv_edge_to_node(
-            message, edge_index, wigner, x.shape[0], transpose=True
-        )
+    def __init__(self):
+        super().__init__()
+        self.update = TriangleMultiplicativeUpdate(8, 5)
+        torch.nn.init.normal_(self.update.p_out.weight)
+
+    def forward(self, pair, mask, *graph):
+        return self.update(pair, mask), force(*graph)
+
+
+def force(x, edge_index, vectors):
+    wigner, C = wigner_d(vectors, 2), x.shape[2]
+    message = fusedops.node_to_edge_wigner_permute(x, edge_index, wigner)
+    message = (message[..., :C] * message[..., C:]).tanh()
+    return fusedops.permute_wigner_inv_edge_to_node(
+        message, edge_index, wigner, x.shape[0], transpose=True
+    )
+
+
+def pairs_and_graph(n):
+    x, vectors, edge_index = graph(n)
+    pair, mask = random(1, 5 + n, 5 + n, 8), (random(1, 5 + n, 5 + n) > 0).float()
+    return pair, mask, x, edge_index, vectors
 
 
 def deployed(folder, program):
@@ -274,45 +289,26 @@ def deployed(folder, program):
 
 
 @pytest.mark.parametrize("package", [False, True], ids=["exported", "packaged"])
-def test_an_exported_layer_takes_graphs_of_any_size(tmp_path, package):
-    layer = Force()
+def test_exported_layers_take_graphs_and_pairs_of_any_size(tmp_path, package):
+    layers = Layers()
     nodes, edges = torch.export.Dim("nodes", min=2), torch.export.Dim("edges", min=2)
-    sizes = {"x": {0: nodes}, "edge_index": {1: edges}, "vectors": {0: edges}}
-
-    def example(n):
-        x, vectors, edge_index = graph(n)
-        return x, edge_index, vectors
-
-    program = torch.export.export(layer, example(0), dynamic_shapes=sizes)
+    residues = dict.fromkeys((1, 2), torch.export.Dim("N", min=2, max=512))
+    sizes = residues, residues, ({0: nodes}, {1: edges}, {0: edges})
+    program = torch.export.export(layers, pairs_and_graph(0), dynamic_shapes=sizes)
     run = deployed(tmp_path, program) if package else program.module()
     for n in (0, 3, 50):
-        torch.testing.assert_close(run(*example(n)), layer(*example(n)))
+        given = pairs_and_graph(n)
+        torch.testing.assert_close(run(*given), layers(*given))
 
 
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning")
-def test_batched_cotangents_of_an_exported_layer():
-    layer, (x, vectors, edge_index) = Force(), graph(0)
-    run = torch.export.export(layer, (x, edge_index, vectors)).module()
+def test_batched_cotangents_of_exported_layers():
+    *given, vectors = pairs_and_graph(0)
     vectors.requires_grad_()
-    out = run(x, edge_index, vectors)
+    run = torch.export.export(Layers(), (*given, vectors)).module()
+    _, out = run(*given, vectors)
     batch = random(3, *out.shape)
     options = {"retain_graph": True}
     (got,) = torch.autograd.grad(out, vectors, batch, is_grads_batched=True, **options)
     want = [torch.autograd.grad(out, vectors, row, **options)[0] for row in batch]
     torch.testing.assert_close(got, torch.stack(want))
-
-
-def test_a_packaged_triangle_update(tmp_path):
-    """A pair representation may have any number of residues."""
-    update = TriangleMultiplicativeUpdate(8, 5)
-    torch.nn.init.normal_(update.p_out.weight)
-
-    def example(N):
-        return torch.randn(1, N, N, 8), torch.rand(1, N, N).round()
-
-    residues = dict.fromkeys((1, 2), torch.export.Dim("N", min=2, max=512))
-    program = torch.export.export(update, example(5), dynamic_shapes=(residues, residues))
-    run = deployed(tmp_path, program)
-    for N in (5, 9):
-        pair = example(N)
-        torch.testing.assert_close(run(*pair), update(*pair))
