@@ -81,7 +81,12 @@ def pytest_collection():
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the interpreter's cases that `interpreted_slow` excludes."""
+    """Put campaigns last, and leave out the interpreter's cases that `interpreted_slow` excludes.
+
+    At the start two workers would compile the same kernels in Numba at once: half of the matrix,
+    where the second one begins, and the campaigns.
+    """
+    items.sort(key=lambda item: item.path.parent.name == "fuzz")
     if config.option.interpret_all:
         return
     left_out = []
