@@ -310,6 +310,8 @@ def dynamic_conv_step(a: Any, y: Any) -> None:
     added = np.empty((0, *x.shape[1:]), x.dtype) if residual is None else residual.reshape(x.shape)
     if kernels.ndim < 4:
         kernels = kernels[None, None] if kernels.ndim == 2 else kernels[:, None]
+    # Each layout would be compiled anew; kernels, which are larger, are read as they lie.
+    x, added = map(np.ascontiguousarray, (x, added))
     arrays = x, a.state, kernels, as_rows(a.bias, x.shape[2:], x.dtype), added
     places = [
         np.empty(0, np.int64) if array is None else array.astype(np.int64)
