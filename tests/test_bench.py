@@ -579,8 +579,7 @@ def test_the_picture_of_peers_shows_a_small_and_a_large_size():
 
 
 @needs_torch
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_peers_compute_the_same(monkeypatch, device):
+def test_peers_compute_the_same(monkeypatch):
     """Peers that need no other package are run on the CPU, even the ones for GPUs, uncompiled."""
     import torch
 
@@ -588,8 +587,12 @@ def test_peers_compute_the_same(monkeypatch, device):
     seen = set()
     for workload in SMALL:
         for peer in PEERS:
-            suits = workload.op.__name__ in peer.ops and device in peer.devices
-            if not suits or peer.package or peer.file or not peer.computes:
+            if (
+                workload.op.__name__ not in peer.ops
+                or peer.package
+                or peer.file
+                or not peer.computes
+            ):
                 continue
             small = replace(workload, size=min(workload.small, 40), device="cpu")
             try:
