@@ -50,12 +50,6 @@ def rotate(x, vectors, edges):
     return fusedops.node_to_edge_wigner_permute(x, edges, wigner_d(vectors, 2))
 
 
-def embed(radial, vectors, edges):
-    x = radial.new_zeros(radial.shape[0], 9, 4)
-    inverse = wigner_d(vectors, 2).mT
-    return fusedops.edge_degree_scatter(x, radial, edges, inverse, rescale_factor=2.0)
-
-
 def restrain(xyz, index, sigma):
     return fusedops.planarity_nll(xyz, [(index, sigma)])
 
@@ -69,9 +63,7 @@ INDEX, SIGMA = torch.tensor([[0, 1, 2, 3], [2, 3, 4, 5]]), torch.tensor([0.1, 0.
 #: Calls between other operations, which a compiler may fuse with each other, their arguments for
 #: a size, and how many of these are leaves. test_contract.py compiles the catalogue's calls.
 CALLS = {
-    "final-state": (last_inputs, tokens, 2),
     "forth": (rotate, graph, 2),
-    "degree": (embed, lambda n: (random(9 + 2 * n, 3, 4), *graph(n)[1:]), 2),
     "planes": (restrain, lambda n: (random(8 + n, 3), INDEX, SIGMA), 1),
     "planes-lists": (restrain_lists, lambda n: (random(8 + n, 3),), 1),
 }
