@@ -747,7 +747,7 @@ def on_a_gpu(monkeypatch):
 
     monkeypatch.setattr(measure, "graphed", graphed)
     monkeypatch.setattr(timings, "CALLS", (1, 1))
-    kinds = {(w.op.__name__, w.name, w.dtype): w for w in WORKLOADS if w.device == "cuda"}
+    kinds = {(w.op.__name__, w.dtype): w for w in WORKLOADS if w.device == "cuda"}
     small = [replace(w, size=min(w.small, 4), quick=True) for w in kinds.values()]
     monkeypatch.setattr(measure, "WORKLOADS", small)
     growing = [(w, [2, 3, 4, 6, 8]) for w, _ in GROWTH["cuda"]]
