@@ -69,10 +69,22 @@ ALONE = [
 ]
 
 
-# In the interpreter half of the cases are enough in float32, where kernels differ from float64 by
+# For the interpreter, small cases of each way in which a kernel reads and writes.
+FEW = [
+    case
+    for case in CASES
+    if case.name
+    in (
+        *("static-packed", "dynamic-short", "paged", "circular", "generated-w7", "wrapped"),
+        *("l1-m1-forth", "l1-m0-back", "undo-packed", "own", "l1-m0-scaled", "l1-dense"),
+        *("l3-packed", "l3-m1", "l3-m1-m", "small-iso", "bad-aniso", "hidden-incoming", "openfold"),
+        *("chain-uniform", "degenerate-weighted"),
+    )
+]
+# In the interpreter these cases are enough in float32, where kernels differ from float64 by
 # roundings and casts.
-HALF = [case for at, case in enumerate(CASES) if at // 2 % 2 == 0 and case not in ALONE]
-WHOLE = [case for case in CASES if case not in HALF]
+FLOAT32 = [case for case in CASES if case in (*ALONE, *FEW, *TYPICAL)]
+OTHERS = [case for case in CASES if case not in FLOAT32]
 
 
 @interpreted
@@ -80,8 +92,8 @@ WHOLE = [case for case in CASES if case not in HALF]
 @pytest.mark.parametrize(
     ("case", "place"),
     [
-        *served(WHOLE, PLACES),
-        *served(HALF, PLACES, pytest.mark.interpreted_slow(dtype="float64")),
+        *served(FLOAT32, PLACES),
+        *served(OTHERS, PLACES, pytest.mark.interpreted_slow(dtype="float64")),
     ],
 )
 def test_agrees_with_the_reference(case, place, dtype):
@@ -232,20 +244,6 @@ def fill_guarded(place, cases, ends_and_dtypes):
             assert want is None or error(got, want) <= case.tolerance(dtype), case
 
 
-# For the interpreter, small cases of each way in which a kernel reads and writes.
-FEW = [
-    case
-    for case in CASES
-    if case.name
-    in (
-        *("static-packed", "dynamic-short", "paged", "circular", "generated-w7", "wrapped"),
-        *("l1-m1-forth", "l1-m0-back", "undo-packed", "own", "l1-m0-scaled", "l1-dense"),
-        *("l3-packed", "l3-m1", "l3-m1-m", "small-iso", "bad-aniso", "hidden-incoming", "openfold"),
-        *("chain-uniform", "degenerate-weighted"),
-    )
-]
-
-
 @interpreted
 @needs_linux
 @pytest.mark.parametrize("family", sorted({case.primitive.family for case in CASES}))
@@ -254,8 +252,8 @@ def test_kernels_touch_nothing_beyond_their_arrays(place, family):
     """Nor beyond the arrays of packed arguments."""
     available(*place)
     ends_and_dtypes = list(itertools.product((True, False), ("float64", "float32")))
-    cases = CASES
+    own = [case for case in CASES if case.primitive.family == family]
     if place[1] == "triton":
-        cases, ends_and_dtypes = FEW, ends_and_dtypes[::3]
-    own = [case for case in cases if case.primitive.family == family]
+        own = [c for c in own if c in FEW] or [c for c in own if c in TYPICAL]
+        ends_and_dtypes = ends_and_dtypes[::3]
     guarded.run(fill_guarded, place, own, ends_and_dtypes)
