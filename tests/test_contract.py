@@ -611,6 +611,38 @@ def test_forward_mode_in_graphs(example):
         fast(*map(forward_ad.make_dual, arrays, arrays))
 
 
+INDEXED = [e for e in UNPACKED if e.op is not fusedops.gaussian_density]
+
+
+@needs_torch
+@pytest.mark.parametrize("example", INDEXED, ids=str)
+def test_raw_indices_under_transforms_and_in_recordings(example):
+    """No transform may map over them; a recording reads the ones that it is given."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    p = example.problem()
+    function, loss, leaves = function_of(p), total(p), leaves_of(p)
+    arrays = {n: a for n, a in p.arguments.items() if isinstance(a, np.ndarray)}
+    indices = {n: tensor(a) for n, a in arrays.items() if a.dtype.kind == "i"}
+    every = tuple(range(len(leaves)))
+    got = torch.func.grad(loss, argnums=every)(*(leaf.detach() for leaf in leaves))
+    torch.testing.assert_close(got, torch.autograd.grad(loss(*leaves), leaves))
+    name, first = next(iter(indices.items()))
+    with pytest.raises(TypeError, match=rf"{name} is mapped over or differentiated by torch\.func"):
+        torch.vmap(lambda index: function(*leaves, **{**indices, name: index}))(first[None])
+
+    def call(leaves, indices):
+        return tuple_of(function(*leaves, **indices))
+
+    recorded = make_fx(call)(leaves, indices)
+    others = {name: index.clone() for name, index in indices.items()}
+    for index in others.values():
+        index[..., 1:-1] = index[..., :1]
+    assert any(not torch.equal(others[name], indices[name]) for name in indices)
+    for given in (indices, others):
+        torch.testing.assert_close(recorded(leaves, given), call(leaves, given))
+
+
 # Graphs of torch.
 
 

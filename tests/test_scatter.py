@@ -486,32 +486,6 @@ def test_a_number_that_is_none_stays_where_it_is(place):
         agree(place, after[~reached], before[~reached])
 
 
-@needs_torch
-def test_raw_indices_under_torch_func():
-    p = problem()
-    cube, wa, wbwc = map(tensor, (p.cube, p.wa, p.wbwc))
-
-    def total(cube, wa):
-        return structured_scatter_add(cube, wa, wbwc, p.size).square().sum()
-
-    want = torch.func.grad(lambda cube: structured_scatter_add(cube, p.plan).square().sum())(cube)
-    assert torch.equal(torch.func.grad(lambda cube: total(cube, wa))(cube), want)
-    with pytest.raises(TypeError, match=r"wa is mapped over or differentiated by torch\.func"):
-        torch.vmap(total, (None, 0))(cube, wa[None])
-
-
-@needs_torch
-def test_raw_indices_are_recorded_as_they_are():
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    p = problem()
-    arrays = tensor(p.cube), tensor(p.wa), tensor(p.wbwc)
-    recorded = make_fx(lambda *arrays: structured_scatter_add(*arrays, p.size))(*arrays)
-    for wa in (p.wa, np.zeros_like(p.wa)):
-        got = recorded(arrays[0], tensor(wa), arrays[2])
-        close(got.numpy(), added(p._replace(wa=wa)))
-
-
 @pytest.mark.parametrize("binned", [False, True])
 @pytest.mark.parametrize("index", ["int32", "int64"])
 @pytest.mark.parametrize("primitive", [scatter, gather], ids=lambda p: p.name)

@@ -552,28 +552,6 @@ def test_a_factor_whose_inverse_is_no_number_in_float32(factor):
         OPS["degree"](**given)
 
 
-@needs_torch
-def test_a_raw_edge_index_under_torch_func_and_in_a_recording():
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    x, wigner, index = torch.rand(2, 4, 1), torch.ones(1, 4, 4), torch.tensor([[0], [1]])
-
-    def rotated(x, index):
-        return fusedops.node_to_edge_wigner_permute(x, index, wigner)
-
-    def total(x, index):
-        return rotated(x, index).sum()
-
-    want = torch.func.grad(total)(x, fusedops.Edges(index, 2))
-    assert torch.equal(torch.func.grad(lambda x: total(x, index))(x), want)
-    message = r"edge_index is mapped over or differentiated by torch\.func"
-    with pytest.raises(TypeError, match=message):
-        torch.vmap(total, (None, 0))(x, index[None])
-    recorded = make_fx(rotated)(x, index)
-    for other in (index, index.flip(0), index * 0):
-        assert torch.equal(recorded(x, other), rotated(x, other))
-
-
 # Physics.
 
 
