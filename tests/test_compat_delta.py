@@ -164,7 +164,7 @@ def refused(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"cp_context": object()}, "cp_context is given; it should not be: every rank needs all"),
+        ({"cp_context": "ranks"}, "cp_context is given; it should not be: every rank needs all"),
         ({"gk": random(B, 3, HV, K)}, "gk is given; it should not be: every head has one gate"),
         ({"gv": random(B, 3, HV, V)}, "gv is given; it should not be: every head has one gate"),
         ({"head_first": True}, r"head_first is given; it should not be: q, k and v are \(B, T, H"),
