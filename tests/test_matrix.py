@@ -15,6 +15,7 @@ from fusedops._frame import primitive as primitive_frame
 from fusedops._frame import registry
 from fusedops._frame.packed import Packed
 from fusedops.conv.op import conv, conv_vjp
+from fusedops.delta.op import delta, delta_vjp
 from fusedops.planarity.op import gradient_vjp, nll
 from fusedops.testing import CASES, check, error, poisoned_outputs, run
 from places import (
@@ -186,6 +187,12 @@ def lies():
         for primitive in (conv, conv_vjp):
             own = [shapes.get(name, (1, T, D)) for name in primitive.arrays]
             yield primitive, own, (Sequences(np.array(cu_seqlens)), "silu")
+        (H, K), (HV, V) = (1, 3), (2, 5)
+        states = {name: (len(cu_seqlens) - 1, HV, K, V) for name in states}
+        shapes = {"q": (1, T, H, K), "k": (1, T, H, K), "g": (1, T, HV), "beta": (1, T, HV)}
+        for primitive in (delta, delta_vjp):
+            own = [(shapes | states).get(name, (1, T, HV, V)) for name in primitive.arrays]
+            yield primitive, own, (Sequences(np.array(cu_seqlens)), 0.5)
 
 
 GPU = pytest.param(("torch", "triton", "cuda"), marks=pytest.mark.gpu)
