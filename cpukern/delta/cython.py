@@ -15,8 +15,8 @@ from fusedops._host.threads import threads_for
 _delta = isa.load("delta")
 # Numbers of states, times tokens, that are worth waking a thread for.
 _GRAIN = 1 << 16
-# The fewest tokens between states that a backward keeps, and the values that it takes together.
-_FEWEST, _ROWS = 32, 16
+# The fewest tokens between states that a backward keeps.
+_FEWEST = 32
 
 
 def _arguments(a: Any) -> tuple[Any, ...]:
@@ -63,7 +63,6 @@ def gated_delta_rule_vjp(a: Any, y: Any) -> None:
         *(y.dq, y.dk, y.dv, *gates, y.dinitial_state),
         sequences,
         max(_FEWEST, math.isqrt(a.q.shape[1]) // 2),
-        min(_ROWS, values),
         _threads(a, sequences * a.q.shape[2]),
     )
 

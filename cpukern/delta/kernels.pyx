@@ -48,9 +48,9 @@ cdef extern from *:
     #define PASSED tile, step, keys, decay, key, u, next_key, next_query, known, read
 
     /* dot: the dot product of n numbers.
-       turn: write a token into a tile of columns, and sum its rows times the next key and query, or
-       do one of the two. Rows begin `step` numbers apart.
-       advance: write a token into rows of the transposed state; `decayed`, if any, gets the rows before.
+       turn: write a token into a tile of columns, and sum its rows times the next key (`reads` is 1), and
+       times the next query, too (2), or do one of the two. Rows begin `step` numbers apart.
+       advance: write a token into rows of the transposed state; `decayed` gets the rows before.
        reverse: pull a token's cotangents back through these rows, and return the cotangent of g. */
     #define DEFINE(real, vector) \\
     typedef real vector VECTOR(real); \\
@@ -81,7 +81,7 @@ cdef extern from *:
                 vector *row = (vector *)(tile + p * LANES(real)), s = *row; \\
                 if (writes) *row = s = decay * s + key[i] * written[p]; \\
                 if (reads) by_key[p] += next_key[i] * s; \\
-                if (reads) by_query[p] += next_query[i] * s; \\
+                if (reads > 1) by_query[p] += next_query[i] * s; \\
             } \\
         for (int p = 0; reads && p < PARTS; p++) { \\
             *(vector *)(known + p * LANES(real)) = by_key[p]; \\
@@ -92,32 +92,30 @@ cdef extern from *:
             Py_ssize_t keys, real decay, const real *key, const real *u, const real *next_key, \\
             const real *next_query, real *known, real *read) { \\
         /* The compiler makes a loop for each. */ \\
-        if (writes && reads) fusedops_pass_##real(1, 1, PASSED); \\
+        if (writes && reads > 1) fusedops_pass_##real(1, 2, PASSED); \\
+        else if (writes && reads) fusedops_pass_##real(1, 1, PASSED); \\
         else if (writes) fusedops_pass_##real(1, 0, PASSED); \\
-        else fusedops_pass_##real(0, 1, PASSED); \\
+        else fusedops_pass_##real(0, 2, PASSED); \\
     } \\
-    INLINE void fusedops_advance_##real(real *state, Py_ssize_t rows, Py_ssize_t n, real decay, \\
-            real beta, const real *key, const real *v, real *missed, real *u, real *decayed) { \\
-        for (Py_ssize_t j = 0; j < rows; j++, state += n) { \\
-            missed[j] = v[j] - decay * fusedops_dot_##real(state, key, n); \\
-            u[j] = beta * missed[j]; \\
+    INLINE void fusedops_advance_##real(real *state, real *decayed, Py_ssize_t rows, Py_ssize_t n, \\
+            real decay, const real *key, const real *u) { \\
+        for (Py_ssize_t j = 0; j < rows; j++) \\
             for (Py_ssize_t i = 0; i < n; i += LANES(real)) { \\
-                vector s = decay * *(vector *)(state + i); \\
-                if (decayed) *(vector *)(decayed + j * n + i) = s; \\
-                *(vector *)(state + i) = s + u[j] * *(const vector *)(key + i); \\
+                vector s = decay * *(vector *)(state + j * n + i); \\
+                *(vector *)(decayed + j * n + i) = s; \\
+                *(vector *)(state + j * n + i) = s + u[j] * *(const vector *)(key + i); \\
             } \\
-        } \\
     } \\
     INLINE real fusedops_reverse_##real(real *dstate, const real *decayed, Py_ssize_t rows, \\
             Py_ssize_t n, real decay, real beta, real scale, const real *query, const real *key, \\
             const real *u, const real *missed, const real *dout, real *dv, real *dbeta, \\
             real *dquery, real *dkey) { \\
         real shared = 0; \\
-        vector dgate = {0}; \\
+        vector none = {0}, dgate[PARTS], k[PARTS], dq[PARTS], dk[PARTS]; \\
         *dbeta = 0; \\
         for (Py_ssize_t j = 0; j < rows; j++) { \\
             real *row = dstate + j * n, factor = scale * dout[j]; \\
-            vector total = {0}; \\
+            vector total = none; \\
             for (Py_ssize_t i = 0; i < n; i += LANES(real)) { \\
                 vector d = *(vector *)(row + i) + factor * *(const vector *)(query + i); \\
                 *(vector *)(row + i) = d; \\
@@ -128,21 +126,31 @@ cdef extern from *:
             *dbeta += du * missed[j]; \\
             shared += u[j] * dout[j]; \\
         } \\
-        for (Py_ssize_t i = 0; i < n; i += LANES(real)) { \\
-            vector k = *(const vector *)(key + i), dq = shared * k, dk = {0}; \\
-            for (Py_ssize_t j = 0; j < rows; j++) { \\
-                vector s = *(const vector *)(decayed + j * n + i), *row = (vector *)(dstate + j * n + i); \\
-                vector d = *row, e = d - dv[j] * k; \\
-                *row = decay * e; \\
-                dgate += s * e; \\
-                dq += dout[j] * s; \\
-                dk += u[j] * d; \\
-                dk -= dv[j] * s; \\
+        for (int p = 0; p < PARTS; p++) dgate[p] = none; \\
+        for (Py_ssize_t i = 0; i < n; i += PARTS * LANES(real)) { \\
+            for (int p = 0; p < PARTS; p++) { \\
+                k[p] = *(const vector *)(key + i + p * LANES(real)); \\
+                dq[p] = shared * k[p]; \\
+                dk[p] = none; \\
             } \\
-            *(vector *)(dquery + i) = scale * dq; \\
-            *(vector *)(dkey + i) = dk; \\
+            for (Py_ssize_t j = 0; j < rows; j++) \\
+                for (int p = 0; p < PARTS; p++) { \\
+                    Py_ssize_t at = j * n + i + p * LANES(real); \\
+                    vector s = *(const vector *)(decayed + at), *row = (vector *)(dstate + at); \\
+                    vector d = *row, e = d - dv[j] * k[p]; \\
+                    *row = decay * e; \\
+                    dgate[p] += s * e; \\
+                    dq[p] += dout[j] * s; \\
+                    dk[p] += u[j] * d; \\
+                    dk[p] -= dv[j] * s; \\
+                } \\
+            for (int p = 0; p < PARTS; p++) { \\
+                *(vector *)(dquery + i + p * LANES(real)) = scale * dq[p]; \\
+                *(vector *)(dkey + i + p * LANES(real)) = dk[p]; \\
+            } \\
         } \\
-        return fusedops_sum_##real(dgate); \\
+        for (int p = 1; p < PARTS; p++) dgate[0] += dgate[p]; \\
+        return fusedops_sum_##real(dgate[0]); \\
     }
     DEFINE(float, fusedops_floats)
     DEFINE(double, fusedops_doubles)
@@ -156,19 +164,19 @@ cdef extern from *:
     double dot_double "fusedops_dot_double"(
         const double* x, const double* y, Py_ssize_t n) noexcept nogil
     void turn_float "fusedops_turn_float"(
-        bint writes, bint reads, float* tile, Py_ssize_t step, Py_ssize_t keys, float decay,
+        bint writes, int reads, float* tile, Py_ssize_t step, Py_ssize_t keys, float decay,
         const float* key, const float* u, const float* next_key, const float* next_query,
         float* known, float* read) noexcept nogil
     void turn_double "fusedops_turn_double"(
-        bint writes, bint reads, double* tile, Py_ssize_t step, Py_ssize_t keys, double decay,
+        bint writes, int reads, double* tile, Py_ssize_t step, Py_ssize_t keys, double decay,
         const double* key, const double* u, const double* next_key, const double* next_query,
         double* known, double* read) noexcept nogil
     void advance_float "fusedops_advance_float"(
-        float* state, Py_ssize_t rows, Py_ssize_t n, float decay, float beta, const float* key,
-        const float* v, float* missed, float* u, float* decayed) noexcept nogil
+        float* state, float* decayed, Py_ssize_t rows, Py_ssize_t n, float decay, const float* key,
+        const float* u) noexcept nogil
     void advance_double "fusedops_advance_double"(
-        double* state, Py_ssize_t rows, Py_ssize_t n, double decay, double beta, const double* key,
-        const double* v, double* missed, double* u, double* decayed) noexcept nogil
+        double* state, double* decayed, Py_ssize_t rows, Py_ssize_t n, double decay,
+        const double* key, const double* u) noexcept nogil
     float reverse_float "fusedops_reverse_float"(
         float* dstate, const float* decayed, Py_ssize_t rows, Py_ssize_t n, float decay, float beta,
         float scale, const float* query, const float* key, const float* u, const float* missed,
@@ -219,7 +227,6 @@ cdef struct Call:
     Py_ssize_t values
     Py_ssize_t tiles
     Py_ssize_t chunk
-    Py_ssize_t rows
     Py_ssize_t states
     const long long* starts
     const long long* slots
@@ -281,37 +288,31 @@ cdef inline void move_state(
                     row[j * states.value] = own[j * value_step]
 
 
-cdef void forward_tile(
-    const Call* call, Py_ssize_t sequence, Py_ssize_t slot, Py_ssize_t head, Py_ssize_t first,
-    real* scratch,
+cdef inline Py_ssize_t width_of(real like) noexcept nogil:
+    """Return the columns of a tile."""
+    return PARTS * (lanes_float if real is float else lanes_double)
+
+
+cdef inline void take_tokens(
+    const Call* call, Span span, Py_ssize_t head, Py_ssize_t first, Py_ssize_t n, real* tile,
+    Py_ssize_t step, real* known, real* u, real* missed, const Tokens* out, real* kept,
 ) noexcept nogil:
-    """Take the columns of a state from `first` on through all tokens of a sequence."""
-    cdef Py_ssize_t width = PARTS * (lanes_float if real is float else lanes_double)
-    cdef Py_ssize_t n = min(width, call.values - first), keys = call.keys
-    cdef Py_ssize_t own = head // (call.value_heads // call.heads), t, l, following
-    cdef Span span = find_span(call, sequence)
-    cdef real* u = scratch
-    cdef real* known = u + width
+    """Take n columns of a state through all tokens of a sequence.
+
+    Where `kept` is given, it gets the tile before every chunk, and every token has rows in u and
+    missed. Otherwise `out` may be given.
+    """
+    cdef Py_ssize_t width = width_of(tile[0]), keys = call.keys, following, t, l
+    cdef Py_ssize_t own = head // (call.value_heads // call.heads)
     cdef real* read = known + width
-    cdef real* tile = read + width
-    cdef Py_ssize_t step = width
     cdef real* q
     cdef real* k
     cdef real* v
-    cdef real* out
+    cdef real* row
     cdef real* next_q
     cdef real* next_k
     cdef real decay = 1, beta, both, scale = <real>call.scale
-    cdef bint in_place = call.first.at == call.last.at and call.first.value == 1
-    memset(scratch, 0, 3 * width * sizeof(real))
-    # For one token a copy of the state would cost more than the token.
-    in_place = in_place and call.last.at != NULL and n == width and span.end - span.begin == 1
-    if in_place:
-        tile = <real*>call.last.at + slot * call.last.sequence + head * call.last.head + first
-        step = call.last.key
-    else:
-        memset(tile, 0, keys * width * sizeof(real))
-        move_state(&call.first, slot, head, first, keys, n, tile, width, 1, True)
+    cdef int reads
     for t in range(span.begin - 1, span.end):
         following = min(t + 1, span.end - 1)
         if following < span.begin:
@@ -325,20 +326,55 @@ cdef void forward_tile(
             v = row_of(&call.v, span.batch, t, head, decay) + first
             decay = <real>exp(row_of(&call.g, span.batch, t, head, decay)[0])
             beta = row_of(&call.beta, span.batch, t, head, decay)[0]
-            both = dot_float(q, k, keys) if real is float else dot_double(q, k, keys)
+            if kept != NULL and t > span.begin:
+                u += width
+                missed += width
             for l in range(n):
-                u[l] = beta * (v[l] - decay * known[l])
-            if call.out.at != NULL:
-                out = row_of(&call.out, span.batch, t, head, decay) + first
+                missed[l] = v[l] - decay * known[l]
+                u[l] = beta * missed[l]
+            for l in range(n, width):
+                u[l] = 0
+            if out != NULL and out.at != NULL:
+                both = dot_float(q, k, keys) if real is float else dot_double(q, k, keys)
+                row = row_of(out, span.batch, t, head, decay) + first
                 for l in range(n):
-                    out[l] = scale * (decay * read[l] + both * u[l])
+                    row[l] = scale * (decay * read[l] + both * u[l])
+            if kept != NULL and (t - span.begin) % call.chunk == 0:
+                memcpy(kept, tile, keys * width * sizeof(real))
+                kept += keys * width
         # The first pass writes nothing, and the last one reads nothing.
+        reads = 0 if t + 1 == span.end else 1 if kept != NULL and t >= span.begin else 2
         if real is float:
-            turn_float(t >= span.begin, t + 1 < span.end, tile, step, keys, decay, k, u, next_k,
-                       next_q, known, read)
+            turn_float(t >= span.begin, reads, tile, step, keys, decay, k, u, next_k, next_q, known,
+                       read)
         else:
-            turn_double(t >= span.begin, t + 1 < span.end, tile, step, keys, decay, k, u, next_k,
-                        next_q, known, read)
+            turn_double(t >= span.begin, reads, tile, step, keys, decay, k, u, next_k, next_q,
+                        known, read)
+
+
+cdef void forward_tile(
+    const Call* call, Py_ssize_t sequence, Py_ssize_t slot, Py_ssize_t head, Py_ssize_t first,
+    real* scratch,
+) noexcept nogil:
+    """Take the columns of a state from `first` on through all tokens of a sequence."""
+    cdef Py_ssize_t width = width_of(scratch[0]), step = width
+    cdef Py_ssize_t n = min(width, call.values - first), keys = call.keys
+    cdef Span span = find_span(call, sequence)
+    cdef real* known = scratch
+    cdef real* u = known + 2 * width
+    cdef real* missed = u + width
+    cdef real* tile = missed + width
+    cdef bint in_place = call.first.at == call.last.at and call.first.value == 1
+    memset(scratch, 0, 4 * width * sizeof(real))
+    # For one token a copy of the state would cost more than the token.
+    in_place = in_place and call.last.at != NULL and n == width and span.end - span.begin == 1
+    if in_place:
+        tile = <real*>call.last.at + slot * call.last.sequence + head * call.last.head + first
+        step = call.last.key
+    else:
+        memset(tile, 0, keys * width * sizeof(real))
+        move_state(&call.first, slot, head, first, keys, n, tile, width, 1, True)
+    take_tokens(call, span, head, first, n, tile, step, known, u, missed, &call.out, <real*>NULL)
     if not in_place:
         move_state(&call.last, slot, head, first, keys, n, tile, width, 1, False)
 
@@ -361,79 +397,67 @@ cdef inline void add_row(
         total[i] = row[i] if first else total[i] + row[i]
 
 
-cdef inline void advance(
-    const Call* call, Span span, Py_ssize_t t, Py_ssize_t head, Py_ssize_t own, Py_ssize_t first,
-    Py_ssize_t rows, Py_ssize_t n, real* copy, real* state, real* missed, real* u, real* decayed,
-) noexcept nogil:
-    """Write a token into rows of the transposed state."""
-    cdef real decay = <real>exp(row_of(&call.g, span.batch, t, head, state[0])[0])
-    cdef real beta = row_of(&call.beta, span.batch, t, head, decay)[0]
-    cdef const real* v = row_of(&call.v, span.batch, t, head, decay) + first
-    cdef const real* k = padded(row_of(&call.k, span.batch, t, own, decay), call.keys, n, copy)
-    if real is float:
-        advance_float(state, rows, n, decay, beta, k, v, missed, u, decayed)
-    else:
-        advance_double(state, rows, n, decay, beta, k, v, missed, u, decayed)
-
-
-cdef inline Py_ssize_t whole_vectors(Py_ssize_t keys, real like) noexcept nogil:
-    cdef Py_ssize_t lanes = lanes_float if real is float else lanes_double
-    return (keys + lanes - 1) // lanes * lanes
+cdef inline Py_ssize_t padded_keys(Py_ssize_t keys, real like) noexcept nogil:
+    cdef Py_ssize_t width = width_of(like)
+    return (keys + width - 1) // width * width
 
 
 cdef inline Py_ssize_t backward_room(const Call* call, real like) noexcept nogil:
     """Return the numbers of scratch that `backward_rows` takes."""
-    cdef Py_ssize_t n = whole_vectors(call.keys, like), chunk = call.chunk
+    cdef Py_ssize_t n = padded_keys(call.keys, like), width = width_of(like), chunk = call.chunk
     cdef Py_ssize_t chunks = (call.tokens + chunk - 1) // chunk
-    return 4 * n + call.rows * (n * (2 + chunks + chunk) + 2 * chunk + 1)
+    return 4 * n + width * (3 + n * (2 + chunk) + call.keys * (1 + chunks) + 2 * call.tokens)
 
 
 cdef void backward_rows(
     const Call* call, Py_ssize_t sequence, Py_ssize_t head, Py_ssize_t first, real* scratch,
 ) noexcept nogil:
     """Pull back through the rows of the transposed state from `first` on."""
-    cdef Py_ssize_t rows = min(call.rows, call.values - first), keys = call.keys
-    cdef Py_ssize_t n = whole_vectors(keys, scratch[0]), chunk = call.chunk, tile = rows * n
-    cdef Py_ssize_t group = call.value_heads // call.heads, own = head // group, c, i, t, begin, end
+    cdef Py_ssize_t width = width_of(scratch[0]), n = padded_keys(call.keys, scratch[0])
+    cdef Py_ssize_t rows = min(width, call.values - first), keys = call.keys, chunk = call.chunk
+    cdef Py_ssize_t group = call.value_heads // call.heads, own = head // group
+    cdef Py_ssize_t c, i, j, t, begin, end, tile = rows * n
     cdef Span span = find_span(call, sequence)
-    cdef Py_ssize_t chunks = (span.end - span.begin + chunk - 1) // chunk
+    cdef Py_ssize_t tokens = span.end - span.begin, chunks = (tokens + chunk - 1) // chunk
     cdef bint begins = first == 0, begins_group = begins and head % group == 0
     cdef real* query_copy = scratch
     cdef real* key_copy = query_copy + n
     cdef real* dquery = key_copy + n
     cdef real* dkey = dquery + n
-    cdef real* state = dkey + n
-    cdef real* dstate = state + tile
-    cdef real* kept = dstate + tile
-    cdef real* decayed = kept + chunks * tile
-    cdef real* u = decayed + chunk * tile
-    cdef real* missed = u + chunk * rows
-    cdef real* own_dv = missed + chunk * rows
+    cdef real* sums = dkey + n
+    cdef real* own_dv = sums + 2 * width
+    cdef real* state = own_dv + width
+    cdef real* dstate = state + width * n
+    cdef real* columns = dstate + width * n
+    cdef real* kept = columns + keys * width
+    cdef real* decayed = kept + chunks * keys * width
+    cdef real* u = decayed + chunk * width * n
+    cdef real* missed = u + tokens * width
     cdef real* dv
     cdef const real* q
     cdef const real* k
     cdef const real* dout
     cdef real decay, beta, dbeta, dg, scale = <real>call.scale
-    memset(scratch, 0, (4 * n + 2 * tile) * sizeof(real))
-    move_state(&call.first, sequence, head, first, keys, rows, state, 1, n, True)
-    for c in range(chunks):
-        memcpy(kept + c * tile, state, tile * sizeof(real))
-        if c < chunks - 1:
-            begin = span.begin + c * chunk
-            for t in range(begin, begin + chunk):
-                advance(call, span, t, head, own, first, rows, n, key_copy, state, missed, u,
-                        <real*>NULL)
+    memset(scratch, 0, (4 * n + width * (3 + 2 * n + keys)) * sizeof(real))
+    move_state(&call.first, sequence, head, first, keys, rows, columns, width, 1, True)
+    take_tokens(call, span, head, first, rows, columns, width, sums, u, missed, NULL, kept)
     move_state(&call.last, sequence, head, first, keys, rows, dstate, 1, n, True)
     for c in range(chunks - 1, -1, -1):
         begin = span.begin + c * chunk
         end = min(begin + chunk, span.end)
-        memcpy(state, kept + c * tile, tile * sizeof(real))
+        for i in range(keys):
+            for j in range(rows):
+                state[j * n + i] = kept[(c * keys + i) * width + j]
         for t in range(begin, end):
-            i = t - begin
-            advance(call, span, t, head, own, first, rows, n, key_copy, state, missed + i * rows,
-                    u + i * rows, decayed + i * tile)
+            decay = <real>exp(row_of(&call.g, span.batch, t, head, scale)[0])
+            k = padded(row_of(&call.k, span.batch, t, own, scale), keys, n, key_copy)
+            i = t - span.begin
+            if real is float:
+                advance_float(state, decayed + (t - begin) * tile, rows, n, decay, k, u + i * width)
+            else:
+                advance_double(state, decayed + (t - begin) * tile, rows, n, decay, k, u + i * width)
         for t in range(end - 1, begin - 1, -1):
-            i = t - begin
+            i = t - span.begin
             decay = <real>exp(row_of(&call.g, span.batch, t, head, scale)[0])
             beta = row_of(&call.beta, span.batch, t, head, scale)[0]
             q = padded(row_of(&call.q, span.batch, t, own, scale), keys, n, query_copy)
@@ -444,12 +468,12 @@ cdef void backward_rows(
                 dv = row_of(&call.dv, span.batch, t, head, scale) + first
             if real is float:
                 dg = reverse_float(
-                    dstate, decayed + i * tile, rows, n, decay, beta, scale, q, k, u + i * rows,
-                    missed + i * rows, dout, dv, &dbeta, dquery, dkey)
+                    dstate, decayed + (t - begin) * tile, rows, n, decay, beta, scale, q, k,
+                    u + i * width, missed + i * width, dout, dv, &dbeta, dquery, dkey)
             else:
                 dg = reverse_double(
-                    dstate, decayed + i * tile, rows, n, decay, beta, scale, q, k, u + i * rows,
-                    missed + i * rows, dout, dv, &dbeta, dquery, dkey)
+                    dstate, decayed + (t - begin) * tile, rows, n, decay, beta, scale, q, k,
+                    u + i * width, missed + i * width, dout, dv, &dbeta, dquery, dkey)
             if call.dq.at != NULL:
                 add_row(row_of(&call.dq, span.batch, t, own, scale), dquery, keys, begins_group)
             if call.dk.at != NULL:
@@ -466,7 +490,7 @@ cdef void some_forward(
 ) noexcept nogil:
     """Take tiles of columns through their sequences."""
     cdef const Call* call = <const Call*>given
-    cdef Py_ssize_t width = PARTS * (lanes_float if real is float else lanes_double)
+    cdef Py_ssize_t width = width_of(given[0])
     cdef Py_ssize_t item, sequence, slot, head, first, t
     cdef real* out
     for item in range(begin, end):
@@ -496,7 +520,7 @@ cdef void some_backward(
             while first < call.values:
                 backward_rows(call, item // call.heads, head, first,
                               <real*>(call.scratch + thread * call.row))
-                first += call.rows
+                first += width_of(given[0])
 
 
 cdef Tokens tokens_of(const real[:, :, :, :] x) noexcept:
@@ -555,14 +579,15 @@ def forward(
 ):
     """Read and write states, token by token."""
     cdef Call call
-    cdef Py_ssize_t width = PARTS * (lanes_float if real is float else lanes_double)
+    cdef real like = 0
+    cdef Py_ssize_t width = width_of(like)
     set_call(&call, q, k, v, g, beta, state, scale, starts)
     call.out, call.last = tokens_of(out), states_of(last)
     call.tiles = (call.values + width - 1) // width
     if slots is not None:
         call.slots = &slots[0]
         call.states = state.shape[0]
-    call.row = whole_lines((call.keys + 3) * width * sizeof(real))
+    call.row = whole_lines((call.keys + 4) * width * sizeof(real))
     cdef bytearray scratch = room(threads * call.row)
     call.scratch = of(scratch)
     with nogil:
@@ -589,7 +614,6 @@ def backward(
     real[:, :, :, :] dstate,
     Py_ssize_t sequences,
     Py_ssize_t chunk,                # IN   tokens between states that are kept
-    Py_ssize_t rows,                 # IN   values that are taken together
     int threads,
 ):
     """Pull cotangents back, token by token."""
@@ -599,7 +623,7 @@ def backward(
     call.out, call.last = tokens_of(dout), states_of(dlast)
     call.dq, call.dk, call.dv = tokens_of(dq), tokens_of(dk), tokens_of(dv)
     call.dg, call.dbeta, call.dfirst = tokens_of(dg), tokens_of(dbeta), states_of(dstate)
-    call.chunk, call.rows = chunk, rows
+    call.chunk = chunk
     call.row = whole_lines(backward_room(&call, like) * sizeof(real))
     cdef bytearray scratch = room(threads * call.row)
     call.scratch = of(scratch)
