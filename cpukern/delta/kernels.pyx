@@ -43,8 +43,8 @@ cdef extern from *:
     #define SUM_float(x) x
     #define SUM_double(x) x
     #endif
-    /* Vectors side by side, for whose sums there are registers. */
-    #define PARTS 2
+    /* Vectors side by side, for whose sums there are registers: each reads a key once for all of them. */
+    #define PARTS 4
     #define PASSED tile, step, keys, decay, key, u, next_key, next_query, known, read
 
     /* dot: the dot product of n numbers.
