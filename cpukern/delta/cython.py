@@ -14,7 +14,7 @@ from fusedops._host.threads import threads_for
 
 _delta = isa.load("delta")
 # Numbers of states, times tokens, that are worth waking a thread for.
-_GRAIN = 1 << 16
+_GRAIN = 1 << 17
 # The fewest tokens between states that a backward keeps.
 _FEWEST = 32
 
