@@ -22,13 +22,12 @@ cdef inline void* elements(object array, Py_ssize_t size) except? NULL:
 
 
 cdef inline bytearray room(Py_ssize_t size):
-    """Return uninitialized memory, and so much more that it may begin with a cache line."""
-    return PyByteArray_FromStringAndSize(NULL, size + 63)
+    """Return uninitialized memory."""
+    return PyByteArray_FromStringAndSize(NULL, size)
 
 
 cdef inline char* of(bytearray memory) noexcept:
-    """Return where the first cache line of `room` begins: vectors across two lines take twice as long."""
-    return <char*>((<size_t>PyByteArray_AS_STRING(memory) + 63) & ~<size_t>63)
+    return PyByteArray_AS_STRING(memory)
 
 
 cdef inline Py_ssize_t whole_lines(Py_ssize_t size) noexcept nogil:
