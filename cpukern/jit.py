@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
@@ -41,3 +42,7 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
     with contextlib.suppress(RuntimeError):  # no folder for a cache is writable
         compiled._cache = _Cache(function)
     return compiled
+
+
+#: Compile a function into the kernels that call it.
+inlined = functools.partial(numba.njit, error_model="numpy", forceinline=True)

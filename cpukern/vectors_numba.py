@@ -5,28 +5,27 @@ A compiler's loop would do most of a short run element by element, after its las
 
 from __future__ import annotations
 
-import functools
 import math
 
 import numba
 from llvmlite import ir
 from numba.extending import intrinsic
 
+from cpukern.jit import inlined
+
 # Bytes moved at once; most runs are no longer.
 _VECTOR = 64
 #: The number of elements that `write_ramp` writes.
 RAMP = 16
 
-_inlined = functools.partial(numba.njit, error_model="numpy", forceinline=True)
 
-
-@_inlined()
+@inlined()
 def sigmoid(h):
     """Return the logistic function."""
     return 1 / (1 + math.exp(-h))
 
 
-@_inlined()
+@inlined()
 def swish(h):
     """Return h σ(h): 0 where h has overflowed to -∞."""
     s = sigmoid(h)
@@ -87,14 +86,14 @@ def _vector_moved(add):
 _copy_vector, _add_vector = _vector_moved(add=False), _vector_moved(add=True)
 
 
-@_inlined()
+@inlined()
 def copy_run(out, o, values, v, n):
     """Write values[v : v + n] to out[o : o + n]."""
     for k in range(0, n, _VECTOR // out.itemsize):
         _copy_vector(out, o + k, values, v + k, n - k)
 
 
-@_inlined()
+@inlined()
 def add_run(out, o, values, v, n):
     """Add values[v : v + n] to out[o : o + n]."""
     for k in range(0, n, _VECTOR // out.itemsize):
@@ -139,7 +138,7 @@ def _prefetch(typing_context, rows, r, c):
     return numba.types.void(rows, index, index), generate
 
 
-@_inlined()
+@inlined()
 def fetch(rows, r, line):
     """Prefetch row r: the processor's own prefetches end with a page, and follow no list."""
     if len(rows):

@@ -8,15 +8,13 @@ that heads and tiles add to a head of q, so the thread count changes no bit.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 
-from cpukern.jit import jit
+from cpukern.jit import inlined, jit
 from cpukern.layout import as_rows
 from fusedops._frame.registry import register
 from fusedops._host.threads import in_parallel
@@ -28,10 +26,9 @@ _CHUNK = 32
 # Elements of states, times tokens, that are worth handing to another thread.
 _GRAIN = 1 << 16
 
-_inlined = functools.partial(numba.njit, error_model="numpy", forceinline=True)
-_fused = _inlined(fastmath={"contract"})
+_fused = inlined(fastmath={"contract"})
 # Sums over columns may be reordered into vectors; NaNs stay NaNs.
-_reordered = _inlined(fastmath={"contract", "reassoc"})
+_reordered = inlined(fastmath={"contract", "reassoc"})
 
 
 @_fused
@@ -74,7 +71,7 @@ def _write(S, decay, k, u, row, parts):
     _sum(parts)
 
 
-@_inlined()
+@inlined()
 def _chunk(length):
     """Return the tokens of a backward's chunk."""
     return max(_CHUNK, int(math.sqrt(length)))

@@ -11,7 +11,6 @@ sums such products, and second derivatives by atoms follow from moments with and
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -19,7 +18,7 @@ import numba
 import numpy as np
 from numba.extending import overload
 
-from cpukern.jit import jit
+from cpukern.jit import inlined, jit
 from cpukern.scatter.numba import in_shares
 from cpukern.vectors_numba import RAMP, add_run, copy_run, write_ramp
 from fusedops._frame.registry import register
@@ -39,10 +38,9 @@ _SLAB = 1 << 19
 # Slabs for every thread, for even shares.
 _SLABS = 4
 
-_inlined = functools.partial(numba.njit, error_model="numpy", forceinline=True)
 _fused = {"fastmath": {"contract"}, "error_model": "numpy", "forceinline": True}
 # Sums over voxels may be reordered into vectors.
-_reordered = _inlined(fastmath={"contract", "reassoc"})
+_reordered = inlined(fastmath={"contract", "reassoc"})
 
 
 def _polynomial(degree: int, dtype: Any) -> tuple[Any, ...]:
@@ -187,17 +185,17 @@ def _set_up(
             forms[a, g, 6] = c * (xy * xz - xx * yz)
 
 
-@_inlined()
+@inlined()
 def _square(x, y, z):
     return x * x + y * y + z * z
 
 
-@_inlined()
+@inlined()
 def _along(corner, d, along):
     return corner[0] + d * along[0], corner[1] + d * along[1], corner[2] + d * along[2]
 
 
-@_inlined()
+@inlined()
 def _intersect(corner, across, along, z, first, last, square, low, high):
     """Write the first and the last voxel inside of the sphere for every line of z of a plane.
 
@@ -317,7 +315,7 @@ def _set_changes(low, high, box, occupancy, forms, amplitudes, along, changes):
                 change[9] = share * gamma[1, 2]
 
 
-@_inlined()
+@inlined()
 def _polynomial_of(change, dtype):
     """Return a change in the working precision, with twice the elements off the diagonal of S."""
     p, qx, qy, qz = dtype(change[0]), dtype(change[1]), dtype(change[2]), dtype(change[3])
@@ -470,7 +468,7 @@ def _changed_moments(x, y, z, g, form, change, dtype):
     return own, (u, ux, uy, uz, uxx, uyy, uzz, uxy, uxz, uyz)
 
 
-@_inlined()
+@inlined()
 def _exponents(form, dtype):
     """Return -log2(e) P in the working precision; one element of it for an isotropic atom."""
     scale = -1 / math.log(2)

@@ -10,10 +10,9 @@ import functools
 import math
 from typing import Any
 
-import numba
 import numpy as np
 
-from cpukern.jit import jit
+from cpukern.jit import inlined, jit
 from fusedops._frame.registry import register
 from fusedops._host.threads import in_parallel
 from fusedops.harmonics.op import matrix_size, places, recursion
@@ -36,8 +35,7 @@ _LOW, _HIGH = 31 * _LANES, 37 * _LANES
 _A, _B, _C, _D = (_LANES * k for k in range(43, 47))
 _ROWS = 47
 
-_inlined = functools.partial(numba.njit, error_model="numpy", forceinline=True)
-_fused = _inlined(fastmath={"contract"})
+_fused = inlined(fastmath={"contract"})
 
 
 @_fused

@@ -6,10 +6,9 @@ import functools
 from types import SimpleNamespace
 from typing import Any
 
-import numba
 import numpy as np
 
-from cpukern.jit import jit
+from cpukern.jit import inlined, jit
 from cpukern.so2 import convolution
 from cpukern.vectors_numba import sigmoid
 from fusedops._frame.registry import register
@@ -17,8 +16,6 @@ from fusedops._host.threads import in_parallel
 
 # Numbers of features that are worth waking a thread for.
 _GRAIN = 1 << 15
-
-_inlined = functools.partial(numba.njit, error_model="numpy", forceinline=True)
 
 
 @jit
@@ -51,7 +48,7 @@ def _unscale(plus, minus, shared, x, radial, dx, dradial):
                     dx[e, s, i] = h if radial is None else h * radial[e, i]
 
 
-@_inlined()
+@inlined()
 def _slopes(x):
     """Return σ(x), and the first two derivatives of x σ(x)."""
     s = sigmoid(x)

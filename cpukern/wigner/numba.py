@@ -11,10 +11,9 @@ import functools
 import math
 from typing import Any
 
-import numba
 import numpy as np
 
-from cpukern.jit import jit
+from cpukern.jit import inlined, jit
 from cpukern.so2.numba import STEPS
 from cpukern.vectors_numba import fetch
 from cpukern.wigner.factors import with_factors
@@ -30,11 +29,10 @@ _SHARES = 256
 _GRAIN = 1 << 18
 
 # Inlined, since a call passes every field of its arrays and costs more than a short row.
-_inlined = functools.partial(numba.njit, error_model="numpy", forceinline=True)
 # Products may fuse with sums: every addition has one product, so there is one way to fuse.
-_fused = _inlined(fastmath={"contract"})
+_fused = inlined(fastmath={"contract"})
 # Sums over channels may be reordered into vectors; NaNs stay NaNs.
-_reordered = _inlined(fastmath={"contract", "reassoc"})
+_reordered = inlined(fastmath={"contract", "reassoc"})
 
 
 @_fused
@@ -90,7 +88,7 @@ def _two_dots(row, r, rows, p):
     return first, second
 
 
-@_inlined()
+@inlined()
 def _within(index, count):
     return min(max(index, 0), count - 1)
 
