@@ -33,3 +33,8 @@ cdef inline char* of(bytearray memory) noexcept:
 cdef inline Py_ssize_t whole_lines(Py_ssize_t size) noexcept nogil:
     """Round a number of bytes up to whole cache lines, to keep threads apart."""
     return (size + 63) // 64 * 64
+
+
+cdef inline Py_ssize_t within(Py_ssize_t value, Py_ssize_t low, Py_ssize_t high) noexcept nogil:
+    """Return a number clipped to a range, such as a place that an index names in an array."""
+    return min(max(value, low), high)

@@ -15,7 +15,7 @@ from libc.float cimport DBL_MAX, FLT_MAX
 from libc.string cimport memcpy, memset
 
 from cpukern._cpu cimport Share, in_shares
-from cpukern.arrays cimport of, room, whole_lines
+from cpukern.arrays cimport of, room, whole_lines, within
 from cpukern.vectors cimport exponential, real
 
 cdef extern from *:
@@ -106,10 +106,6 @@ cdef struct Chunk:
     Py_ssize_t end
     Py_ssize_t first
     Py_ssize_t last
-
-
-cdef inline Py_ssize_t within(Py_ssize_t value, Py_ssize_t low, Py_ssize_t high) noexcept nogil:
-    return min(max(value, low), high)
 
 
 cdef inline Chunk find_chunk(const Layout* layout, Py_ssize_t c) noexcept nogil:

@@ -11,6 +11,7 @@ from cpukern import isa
 from cpukern.layout import laid_out
 from fusedops._frame.registry import register
 from fusedops._host.threads import threads_for
+from fusedops.conv.plan import num_sequences
 
 _delta = isa.load("delta")
 # Numbers of states, times tokens, that are worth waking a thread for.
@@ -28,10 +29,6 @@ def _arguments(a: Any) -> tuple[Any, ...]:
     return (*tokens, a.g[..., None], a.beta[..., None], a.initial_state, a.scale, starts)
 
 
-def _sequences(a: Any) -> int:
-    return len(a.q) if a.sequences is None else a.sequences.num_sequences
-
-
 def _threads(a: Any, items: int) -> int:
     """Return the threads that a call's work is worth, shared in so many items."""
     work = a.q.shape[-1] * a.v.size
@@ -40,7 +37,7 @@ def _threads(a: Any, items: int) -> int:
 
 @register("gated_delta_rule", "cython")
 def gated_delta_rule(a: Any, y: Any) -> None:
-    sequences, heads = _sequences(a), a.v.shape[2]
+    sequences, heads = num_sequences(a), a.v.shape[2]
     if sequences and a.v.shape[3]:
         threads = _threads(a, sequences * heads)
         _delta.forward(*_arguments(a), None, y.out, y.final_state, sequences, threads)
@@ -48,7 +45,7 @@ def gated_delta_rule(a: Any, y: Any) -> None:
 
 @register("gated_delta_rule_vjp", "cython")
 def gated_delta_rule_vjp(a: Any, y: Any) -> None:
-    sequences, values = _sequences(a), a.v.shape[3]
+    sequences, values = num_sequences(a), a.v.shape[3]
     if not (sequences and values):
         # Sums over no values.
         for dx in y:

@@ -14,7 +14,7 @@ from libc.math cimport exp
 from libc.string cimport memcpy, memset
 
 from cpukern._cpu cimport Share, in_shares
-from cpukern.arrays cimport of, room, whole_lines
+from cpukern.arrays cimport of, room, whole_lines, within
 
 cdef extern from *:
     """
@@ -156,7 +156,6 @@ cdef extern from *:
     DEFINE(double, fusedops_doubles)
     """
     enum:
-        BYTES
         PARTS
     Py_ssize_t lanes_float "LANES(float)"
     Py_ssize_t lanes_double "LANES(double)"
@@ -239,10 +238,6 @@ cdef struct Span:
     Py_ssize_t batch
     Py_ssize_t begin
     Py_ssize_t end
-
-
-cdef inline Py_ssize_t within(Py_ssize_t value, Py_ssize_t low, Py_ssize_t high) noexcept nogil:
-    return min(max(value, low), high)
 
 
 cdef inline Span find_span(const Call* call, Py_ssize_t sequence) noexcept nogil:
