@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 # Imported now: torch.compile can't import the bridge while it traces a call.
 import fusedops._frame.bridge  # noqa: F401
 from fusedops._frame.arrays import wide
+from fusedops._frame.bridge.modes import watched
 from fusedops._frame.check import at_least_one, holds, of_shape, one_of, size, traced
 from fusedops._frame.registry import BACKENDS, BackendName
 from fusedops._layers import (
@@ -179,13 +180,6 @@ def _num_sequences(x: torch.Tensor, cu_seqlens: Any) -> int | str:
     if isinstance(cu_seqlens, Sequences):
         return cu_seqlens.num_sequences
     return cu_seqlens.numel() - 1 if isinstance(cu_seqlens, torch.Tensor) else "S"
-
-
-def _differentiated(*tensors: torch.Tensor | None) -> bool:
-    """Return whether autograd records a call with these tensors."""
-    return torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in tensors
-    )
 
 
 class DynamicShortConvolution(torch.nn.Module):
@@ -462,7 +456,7 @@ class DynamicShortConvolution(torch.nn.Module):
         decoding = cache is not None and cu_seqlens is None and tokens[1] == 1
         update = output_final_state or decoding
         given = self._given(generator_input, decoding)
-        if _differentiated(x, *given, cache):
+        if watched((x, *given, cache)):
             # The backward reads the cache as it was before the update, and can't save a tensor
             # that was made in inference mode.
             state = None if cache is None else cache.clone()
@@ -836,7 +830,7 @@ class JetBlock(torch.nn.Module):
         )
         g = log_gates(self.a_proj(x), self.A_log, self.dt_bias)
         given = q, k, v.unflatten(-1, heads), g, self.b_proj(x).sigmoid()
-        recorded = _differentiated(*given, state)
+        recorded = watched((*given, state))
         if state is not None and x.shape[1] == 1 and cu_seqlens is None and not recorded:
             o = gated_delta_rule_step(*given, state, backend=self.backend)
         else:

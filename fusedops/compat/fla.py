@@ -20,6 +20,7 @@ import torch
 
 import fusedops
 from fusedops._frame.arrays import wide
+from fusedops._frame.bridge.modes import watched
 from fusedops._frame.check import of_shape, one_of
 from fusedops.compat._packages import Package
 from fusedops.compat.causal_conv1d import need_floats, need_integers, need_state, need_tensor
@@ -45,10 +46,6 @@ _NOT_SERVED = {
     "gv": "every head has one gate",
     "head_first": "q, k and v are (B, T, H, ...)",
 }
-
-
-def _differentiated(*tensors: torch.Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def causal_conv1d(
@@ -248,7 +245,7 @@ def _update(
     activation: Activation | None,
 ) -> torch.Tensor:
     """Shift tokens (N, D) into the cache, and return their convolution, with its gradients."""
-    if not _differentiated(tokens, cache, weight, bias, residual):
+    if not watched((tokens, cache, weight, bias, residual)):
         return fusedops.dynamic_conv_step(
             tokens, cache, weight, bias=bias, residual=residual, activation=activation
         )

@@ -22,7 +22,7 @@ import fusedops._frame.needs_torch  # noqa: F401
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fusedops._frame.bridge.modes import has_tangent
+from fusedops._frame.bridge.modes import has_tangent, watched
 from fusedops._frame.bridge.tensors import unwrapped
 from fusedops._frame.check import traced
 from fusedops._frame.torch_private import private
@@ -157,9 +157,7 @@ def build_electron_density(
         force_portable = getattr(theirs, "force_portable", lambda: False)()
     rho = torch.zeros(tuple(grid_shape), dtype=dtype, device=device)
     matrices = frac_matrix, inv_frac_matrix
-    strained = has_tangent(matrices) or (
-        torch.is_grad_enabled() and any(matrix.requires_grad for matrix in matrices)
-    )
+    strained = has_tangent(matrices) or watched(matrices)
     atoms = [(xyz_iso, adp_iso, occ_iso, A_iso, B_iso)]
     if xyz_aniso is not None:
         atoms += [(xyz_aniso, u_aniso, occ_aniso, A_aniso, B_aniso)]
