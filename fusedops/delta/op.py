@@ -65,6 +65,7 @@ class _Chunk:
         self.until, self.between = scale * decays, xp.tril(decays, -1)
         self.attention = q @ _transposed(k) * self.until
         self.overlap = k @ _transposed(k) * self.between
+        self.system = beta * self.overlap
         self.known = self.since * (k @ state)
         self.u = self.solved(beta * (v - self.known))
         #: The values less what the state had for their keys.
@@ -72,8 +73,7 @@ class _Chunk:
 
     def solved(self, right: Any, *, transposed: bool = False) -> Any:
         """Return x for which (1 + β overlap) x = right, or the transpose of the matrix times x."""
-        matrix = self.beta * self.overlap
-        matrix = _transposed(matrix) if transposed else matrix
+        matrix = _transposed(self.system) if transposed else self.system
         linalg = namespace(matrix).linalg
         if is_tensor(matrix):
             return linalg.solve_triangular(matrix, right, upper=transposed, unitriangular=True)
@@ -202,7 +202,7 @@ def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
     *arrays, sequences, scale = a
     dout = dy.out
     if dout is None:
-        dout = namespace(a.v).zeros_like(cast(a.v, a.q))
+        dout = zeros(a.q, tuple(a.v.shape))
     return Call(delta_vjp, *arrays, dout, dy.final_state, sequences, scale, out=wanted)
 
 
@@ -502,8 +502,8 @@ def gated_delta_rule_step(
     [[[[3.0]]]]
     """
     name = "gated_delta_rule_step"
-    for argument, x in (("k", k), ("v", v), ("g", g), ("beta", beta)):
-        rank = q.ndim - (x is g or x is beta)
+    shown = {"k": (k, q.ndim), "v": (v, q.ndim), "g": (g, q.ndim - 1), "beta": (beta, q.ndim - 1)}
+    for argument, (x, rank) in shown.items():
         if x.ndim != rank:
             should = f"have {rank} dimensions, since q has {q.ndim}"
             refuse(ValueError, name, argument, f"has shape {tuple(x.shape)}", should)
