@@ -22,8 +22,9 @@ from fusedops._frame.check import (
     same_device,
     traced,
 )
-from fusedops.compat.causal_conv1d import need_floats, need_integers, need_slots, need_tensor
+from fusedops.compat.causal_conv1d import need_floats, need_integers, need_tensor
 from fusedops.conv import ACTIVATIONS, Activation
+from fusedops.conv.plan import check_slots
 
 
 def named(activation: bool | Activation | None) -> Activation | None:
@@ -139,7 +140,7 @@ def _need(
             f"{len(x)}, the number of tokens in x"
         )
     for name, value in slots.items():
-        need_slots(op, name, value, N)
+        check_slots(op, name, value, N)
     for name, value in accepted.items():
         some = [int(n) for n, slot in zip(value, *slots.values(), strict=True) if slot >= 0]
         if some and (min(some) < 1 or max(some) > L - W + 2):

@@ -32,6 +32,7 @@ from fusedops._frame.hook import outside_of_graphs
 from fusedops.compat._packages import Package
 from fusedops.conv import ACTIVATIONS, Activation
 from fusedops.conv.op import conv_vjp
+from fusedops.conv.plan import check_slots
 
 __all__ = [
     "causal_conv1d_bwd_function",
@@ -92,20 +93,6 @@ def need_state(op: str, name: str, state: torch.Tensor, x: torch.Tensor) -> None
     """Raise unless a state can take the values of x in place."""
     holds(op, name, state, x)
     no_overlap(op, name, state)
-
-
-def need_slots(op: str, name: str, slots: torch.Tensor, states: int) -> None:
-    """Raise if two sequences share a state, or a state is missing; a negative slot is padding."""
-    used = [slot for slot in slots.tolist() if slot >= 0]
-    if used and max(used) >= states:
-        raise ValueError(
-            f"{op}: {name} has {max(used)}; it should be below {states}, the number of states"
-        )
-    if len(set(used)) < len(used):
-        twice = next(slot for slot in used if used.count(slot) > 1)
-        raise ValueError(
-            f"{op}: {name} has {twice} twice; every sequence should have a state of its own"
-        )
 
 
 def _begins(seq_idx: torch.Tensor) -> torch.Tensor:
@@ -419,7 +406,7 @@ def _need_update(
     if conv_state_indices is not None:
         need_integers(name, "conv_state_indices", conv_state_indices, (B,), x)
         if not traced() and conv_state_indices.is_cpu:
-            need_slots(name, "conv_state_indices", conv_state_indices, len(conv_state))
+            check_slots(name, "conv_state_indices", conv_state_indices, len(conv_state))
 
 
 def causal_conv1d_varlen_states(

@@ -31,11 +31,11 @@ from fusedops.compat._paged import (
 from fusedops.compat.causal_conv1d import (
     need_floats,
     need_integers,
-    need_slots,
     need_state,
     need_tensor,
 )
 from fusedops.conv import Activation
+from fusedops.conv.plan import check_slots
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
 
@@ -336,7 +336,7 @@ def _windows(
     need_writable(op, "intermediate_conv_window", cache)
     need_integers(op, "intermediate_state_indices", rows, (B,), x)
     if not traced() and x.is_cpu:
-        need_slots(op, "intermediate_state_indices", rows, len(cache))
+        check_slots(op, "intermediate_state_indices", rows, len(cache))
     if not N or not T:
         return x.new_empty(B, T, D, past)
     old = states if slots is None else states[slots.clamp(0, N - 1).long()]

@@ -553,4 +553,4 @@ def _check_step(a: Any) -> None:
                 f"{name}: positions has {min(early)}; it should be at least 0, the "
                 "number of tokens before"
             )
-    check_slots(name, slots, len(a.state))
+    check_slots(name, "slots", slots, len(a.state))

@@ -213,15 +213,15 @@ def readable(array: Any) -> Any:
     return None if hidden else array
 
 
-def check_slots(name: str, slots: Any, count: int) -> None:
+def check_slots(op: str, name: str, slots: Any, count: int) -> None:
     """Raise ValueError unless the slots that aren't padding are different rows of `count`."""
     own = [] if slots is None else [slot for slot in slots.tolist() if slot >= 0]
     if own and max(own) >= count:
         raise ValueError(
-            f"{name}: slots has {max(own)}; it should be below {count}, the number of states"
+            f"{op}: {name} has {max(own)}; it should be below {count}, the number of states"
         )
     if len(set(own)) < len(own):
         twice = next(slot for slot in own if own.count(slot) > 1)
         raise ValueError(
-            f"{name}: slots has {twice} twice; every sequence should have a state of its own"
+            f"{op}: {name} has {twice} twice; every sequence should have a state of its own"
         )

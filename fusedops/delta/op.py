@@ -518,4 +518,4 @@ def _check_step(a: Any) -> None:
     """Raise if a state has two sequences or none, or its update would change another argument."""
     name = "gated_delta_rule_step"
     may_update(name, a, ("q", "k", "v", "g", "beta", "slots"))
-    check_slots(name, readable(a.slots), len(a.state))
+    check_slots(name, "slots", readable(a.slots), len(a.state))
