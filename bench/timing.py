@@ -133,9 +133,15 @@ def graphed(step: Callable[[], Any], copies: int = COPIES) -> Callable[[], None]
         for _ in range(3):
             step()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(copies):
-                step()
+        try:
+            with torch.cuda.graph(graph, stream=stream):
+                for _ in range(copies):
+                    step()
+        except RuntimeError:
+            # Until another capture ends, torch would refuse to draw random numbers.
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+                torch.ones(1, device="cuda")
+            raise
     return graph.replay
 
 

@@ -386,8 +386,9 @@ def test_every_pass_of_a_layer_has_its_graph(tmp_path):
 
 
 @pytest.mark.gpu
-def test_a_capture_that_fails_leaves_the_stream():
+def test_a_capture_that_fails_leaves_the_stream_and_random_numbers():
     before = torch.cuda.current_stream()
     with pytest.raises(RuntimeError):
         graphed(lambda: torch.ones(1, device="cuda").item())
     assert torch.cuda.current_stream() == before
+    torch.rand(1, device="cuda")

@@ -160,7 +160,10 @@ def test_parts_of_a_sum_are_a_batch(layout, kind, device):
     ("kind", "scale"), [("normal", 1), ("positive", 1), ("of 12 decades", 1), ("normal", 1e-18)]
 )
 def test_six_products_of_bfloat16_have_the_digits_of_float32(kind, scale, K):
-    """As in small updates; the bound is of float32's own roundings, and the tensor cores' sums."""
+    """As in small updates; tensor cores cut sums off, at random, and more often with more terms.
+
+    Float32's own products have up to 14 and 76 units here, of 128 and 4,096 terms.
+    """
     if of_float32(torch.device("cuda", 0)) != EMULATED:
         pytest.skip("this GPU multiplies float32 itself")
     torch.manual_seed(K)
@@ -171,18 +174,17 @@ def test_six_products_of_bfloat16_have_the_digits_of_float32(kind, scale, K):
     update.types = Types(tl.float32, tl.float32, EMULATED, True)
     multiply_emulated(update, a, b, found)
     want, most = a.double() @ b.double(), a.double().abs() @ b.double().abs()
-    assert ((found.double() - want).abs() <= most * (4 + K / 256) * 2**-24 + 2**-126).all()
+    assert ((found.double() - want).abs() <= most * (4 + (K / 8) ** 0.5) * 2**-24 + 2**-126).all()
 
 
 @pytest.fixture
 def everywhere(monkeypatch):
     """Have products of all sizes be made of halves."""
-    from gpukern.so2 import triton as so2
     from gpukern.trimul import forward, plan
 
     for name in ("_WORK", "_WORK_OF_ONE", "LEAST"):
         monkeypatch.setattr(products, name, 0)
-    for module in (so2, plan):
+    for module in (products, plan):
         monkeypatch.setattr(module, "of_float32", lambda device: EMULATED)
     monkeypatch.setattr(plan, "FEW", 0)
     # Rows of more than 128 channels are normalized before.
