@@ -23,10 +23,13 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpukern.launch import Launcher, is_small, kernel_of_any_size, power, wide
-from gpukern.precision import EMULATED
+from gpukern.precision import EMULATED, of_float32
+from gpukern.tape import product
 
 # Rows, columns and terms of a program's tile, its warps and stages.
 _TILE = 128, 128, 64, 8, 3
+# The fewest rows of a part of a sum over rows.
+_ROWS = 2048
 #: The fewest terms of a product of halves. With fewer, float32's own error is below theirs.
 LEAST = 64
 # The least work of a product that repays splitting its matrices, in multiplications and additions,
@@ -350,3 +353,61 @@ def multiply_halves(
     key = out.device, kept, out.dtype, wide(*numbers), *constants
     programs = batches * -(-M // BM) * -(-N // BN)
     _launcher(aligned, warps, stages)(programs, key, *arrays, *numbers, factor, *constants)
+
+
+class Factor:
+    """A factor of products, and its halves for sums along an axis, once they are asked for."""
+
+    def __init__(self, matrix: Any) -> None:
+        self.matrix = matrix
+        self._halves: dict[tuple[int, int], Halves] = {}
+
+    def halves(self, along: int, parts: int = 1) -> Halves:
+        found = self._halves.get((along, parts))
+        if found is None:
+            found = self._halves[along, parts] = split(self.matrix[None], along, parts)
+        return found
+
+
+def multiply(out: Any, a: Factor, b: Any, precision: str, shift: Any = None) -> None:
+    """Write a @ b, plus a shift that may be `out` itself."""
+    rows = a.matrix
+    if precision == "bf16" and rows.dtype == torch.float32:
+        rows, b = rows.bfloat16(), b.bfloat16()
+        # torch multiplies into another dtype on CUDA only.
+        found = torch.mm(rows, b, out_dtype=out.dtype) if b.is_cuda else rows.float() @ b.float()
+        if shift is None:
+            out.copy_(found)
+        else:
+            torch.add(shift, found, out=out)
+    elif _is_split(precision, rows, b):
+        if shift is not None and shift is not out:
+            out.copy_(shift)
+        multiply_halves(a.halves(2), split(b[None], 1), out[None], add=shift is not None)
+    elif shift is None:
+        product(precision == "tf32", torch.mm, rows, b, out=out)
+    else:
+        product(precision == "tf32", torch.addmm, shift, rows, b, out=out)
+
+
+def sum_over_rows(a: Factor, b: Factor, precision: str) -> Any:
+    """Return aᵀ @ b, a sum over many rows."""
+    x, y = a.matrix.T, b.matrix
+    if not _is_split(precision, x, y):
+        out = x.new_empty(x.shape[0], y.shape[1])
+        multiply(out, Factor(x), y, precision)
+        return out
+    parts = max(1, x.shape[1] // _ROWS)
+    left, right = a.halves(1, parts), b.halves(1, parts)
+    sums = x.new_empty(left.shape[0], x.shape[0], y.shape[1])
+    multiply_halves(left.mT, right, sums)
+    return sums.sum(0)
+
+
+def _is_split(precision: str, a: Any, b: Any) -> bool:
+    """Return whether a product is made of halves of float16."""
+    if precision != "float32" or a.dtype != torch.float32:
+        return False
+    return of_float32(a.device) == EMULATED and repay(
+        a.device, 1, a.shape[0], b.shape[1], a.shape[1]
+    )

@@ -1,17 +1,14 @@
 """Convolutions with generated kernels on the GPU: a linear layer's tiles become taps in registers.
 
 The forward multiplies a tile of tokens by the weight's rows of some channels, all taps at once, and
-splits the sum by tap; each part meets the inputs that its tap reads. The backward has three
-kernels. The first makes the taps again, writes v, the cotangent before the activation, and the
-cotangent of x: it shifts sums along the tile's tokens, tap by tap, and tiles overlap by W - 1
-tokens. The other two multiply the kernels' cotangents v x, made where they are needed, by the
-weight and by the inputs of the linear layer. Sums over tokens have a partial sum for each of some
-runs of tokens, added up afterwards in a fixed order. In 16 bits torch multiplies instead: the first
-kernel writes the kernels' cotangents for a part of the tokens at a time. On Hopper the kernels of
-hopper.py make the taps of many tokens, in 16 bits.
+splits the sum by tap; each part meets the inputs that its tap reads. The backward makes the taps
+again, and writes the cotangents of x and, for a part of the tokens at a time, of the kernels, which
+products of matrices then pull to the linear layer. For x it shifts sums along the tile's tokens,
+tap by tap, and tiles overlap by W - 1 tokens. On Hopper the kernels of hopper.py make the taps of
+many tokens, in 16 bits.
 
 Products, of 2 B T D W H operations: one forward, three backward. Bytes: x, hidden and the cotangent
-in and their gradients out; v out and in, or the kernels' cotangents.
+in and their gradients out; the kernels' cotangents out, and in twice.
 """
 
 from __future__ import annotations
@@ -32,6 +29,7 @@ from gpukern.activations import silu, silu_slope
 from gpukern.conv import triton as conv
 from gpukern.launch import Launcher, kernel_of_any_size, power, processors, wide
 from gpukern.precision import of_float32
+from gpukern.products import Factor, multiply, sum_over_rows
 from gpukern.trimul import plan
 from gpukern.trimul.plan import aligned, ceil, is_aligned
 
@@ -55,32 +53,23 @@ class Tile(NamedTuple):
     flat: bool = False
 
 
-#: By the bytes of a number. Columns of "forward" and "inputs" are taps times channels; columns of
-#: "hidden" and "weight" are numbers of hidden. Rows of "weight" are channels, its terms tokens.
+#: By the bytes of a number. Columns are taps times channels.
 TILES = {
     2: {
         "forward": Tile(128, 128, 64, 8, 3),
         "inputs": Tile(64, 128, 64, 4, 3),
-        "hidden": Tile(128, 128, 32, 8, 2),
-        "weight": Tile(128, 64, 32, 8, 3),
     },
     4: {
         "forward": Tile(64, 64, 32, 4, 2),
         "inputs": Tile(64, 64, 32, 4, 2),
-        "hidden": Tile(64, 64, 16, 4, 2),
-        "weight": Tile(32, 32, 16, 4, 2),
     },
 }
 # The most taps of kernels that stay in registers; wider kernels are stored.
 _WIDTH = 16
-# The most taps whose operands are all loaded ahead.
-_STAGED = 4
-# The most partial sums over tokens, and the fewest tokens of a sum.
-_RUNS, _LEAST = 64, 256
 # Warps of the kernel for states.
 _WARPS = 4
-# In 16 bits one part of the kernels' cotangents is stored at a time: the most parts, and the fewest
-# numbers of a part.
+# One part of the kernels' cotangents is stored at a time: the most parts, and the fewest numbers of
+# a part.
 _PARTS, _FEW = 4, 1 << 25
 # The fewest tokens that repay a reordered weight, which the kernels for Hopper need.
 _MANY = 4096
@@ -278,97 +267,6 @@ def _inputs_kernel(
             tl.store(dx + at, total.to(dx.dtype.element_ty), mask=own[:, None] & inside)
 
 
-def _hidden_kernel(
-    starts, x, weight, state, v, dhidden,
-    sequences, length, tokens, parts,
-    H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    TERMS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, LEVELS: tl.constexpr,
-    HAS_STATE: tl.constexpr,
-):  # fmt: skip
-    """Multiply the kernels' cotangents by the weight: a program for some columns of hidden."""
-    program = tl.program_id(0)
-    t = (program // parts).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    live = t < tokens
-    sequence, begin, _ = _sequence_of(t, starts, sequences, length, tokens, LEVELS)
-    h = (program % parts) * COLUMNS + tl.arange(0, COLUMNS)
-    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for block in range((D + TERMS - 1) // TERMS):
-        d = block * TERMS + tl.arange(0, TERMS)
-        at = v + t[:, None] * D + d[None, :]
-        g = tl.load(at, mask=live[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
-        for w in tl.static_range(W):
-            value = _read(x, state, t, live, begin, sequence, d, w, W, D, HAS_STATE)
-            a = (g * value).to(DOT)
-            at = weight + (d.to(tl.int64) * W + w)[:, None] * H + h[None, :]
-            b = tl.load(at, mask=(d < D)[:, None] & (h < H)[None, :], other=0.0).to(DOT)
-            acc = tl.dot(a, b, acc, input_precision=PRECISION)
-    at = dhidden + t[:, None] * H + h[None, :]
-    mask = live[:, None] & (h < H)[None, :]
-    tl.store(at, acc.to(dhidden.dtype.element_ty), mask=mask)
-
-
-def _weight_kernel(
-    starts, x, hidden, state, v, sums, bias_sums,
-    sequences, length, tokens, parts, run,
-    H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, CHANNELS: tl.constexpr,
-    COLUMNS: tl.constexpr, TERMS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    LEVELS: tl.constexpr, HAS_STATE: tl.constexpr, WANT_WEIGHT: tl.constexpr,
-    WANT_BIAS: tl.constexpr, TAPS: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """Sum the kernels' cotangents over a run of tokens, times hidden and alone.
-
-    A program has some channels, some columns of hidden, and some TAPS of the taps. STEPS of TERMS
-    tokens are given to the interpreter, which can't turn a number into a range.
-    """
-    program = tl.program_id(0)
-    GROUPS: tl.constexpr = (W + TAPS - 1) // TAPS
-    first = ((program // parts) % GROUPS) * TAPS
-    BLOCKS: tl.constexpr = (D + CHANNELS - 1) // CHANNELS
-    block = (program // parts // GROUPS) % BLOCKS
-    number = (program // parts // GROUPS // BLOCKS).to(tl.int64)
-    d = block * CHANNELS + tl.arange(0, CHANNELS)
-    h = (program % parts) * COLUMNS + tl.arange(0, COLUMNS)
-    accs = ()
-    totals = ()
-    for _tap in tl.static_range(TAPS):
-        accs = accs + (tl.zeros([COLUMNS, CHANNELS], tl.float32),)
-        totals = totals + (tl.zeros([CHANNELS], tl.float32),)
-    for step in range(run if STEPS is None else STEPS):
-        t = (number * run + step) * TERMS + tl.arange(0, TERMS)
-        live = t < tokens
-        sequence, begin, _ = _sequence_of(t, starts, sequences, length, tokens, LEVELS)
-        at = v + t[:, None] * D + d[None, :]
-        g = tl.load(at, mask=live[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
-        if WANT_WEIGHT:
-            at = hidden + t[:, None] * H + h[None, :]
-            b = tl.load(at, mask=live[:, None] & (h < H)[None, :], other=0.0).to(DOT)
-        grown = ()
-        added = ()
-        for i in tl.static_range(TAPS):
-            w = first + i
-            real = live & (w < W)
-            product = g * _read(x, state, t, real, begin, sequence, d, w, W, D, HAS_STATE)
-            acc = accs[i]
-            if WANT_WEIGHT:
-                acc = tl.dot(tl.trans(b), product.to(DOT), acc, input_precision=PRECISION)
-            grown = grown + (acc,)
-            total = totals[i]
-            if WANT_BIAS:
-                total += tl.sum(product, 0)
-            added = added + (total,)
-        accs = grown
-        totals = added
-    for i in tl.static_range(TAPS):
-        w = first + i
-        row = number * D * W + d.to(tl.int64) * W + w
-        real = (d < D) & (w < W)
-        if WANT_WEIGHT:
-            at = sums + row[None, :] * H + h[:, None]
-            tl.store(at, accs[i], mask=real[None, :] & (h < H)[:, None])
-        if WANT_BIAS:
-            tl.store(bias_sums + row, totals[i], mask=real & (program % parts == 0))
-
-
 def _final_kernel(
     starts, x, state, final, length, tokens, blocks,
     W: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, LEVELS: tl.constexpr,
@@ -398,8 +296,6 @@ def _final_kernel(
 _KERNELS = {
     "forward": (_forward_kernel, ("x", "hidden", "weight", "out")),
     "inputs": (_inputs_kernel, ("x", "hidden", "weight", "dout", "v_out", "dkernels", "dx")),
-    "hidden": (_hidden_kernel, ("x", "weight", "v", "dhidden")),
-    "weight": (_weight_kernel, ("x", "hidden", "v", "sums")),
     "final": (_final_kernel, ()),
 }
 # Where vectors are loaded, rows have a multiple of so many numbers.
@@ -454,10 +350,7 @@ class _Call:
 
     def tile(self, name: str) -> Tile:
         tile = TILES[self.dot.itemsize][name]
-        terms = {"hidden": self.D, "weight": self.tokens}.get(name, self.H)
-        if name == "hidden" and self.W > _STAGED:
-            tile = tile._replace(stages=1)
-        return tile._replace(terms=min(tile.terms, power(terms, 16)))
+        return tile._replace(terms=min(tile.terms, power(self.H, 16)))
 
     def launch(
         self,
@@ -601,8 +494,7 @@ def dynamic_conv_generated_vjp(a: Any, y: Any) -> None:
     dfinal = None if a.dfinal_state is None else a.dfinal_state.contiguous()
     generator = call.x, call.hidden, call.weight, call.bias, call.state, call.shift
     dgenerator = any([made is not None for made in (y.dhidden, y.dweight, y.dbias)])
-    in_parts = dgenerator and call.dot.itemsize == 2 and _PARTS > 0
-    if call.silu and (y.dconv_bias is not None or (dgenerator and not in_parts)):
+    if call.silu and y.dconv_bias is not None:
         v = torch.empty_like(dout)
     on_hopper = v is dout and call.on_hopper(dfinal) and (y.dx is None or is_aligned(y.dx))
 
@@ -616,25 +508,12 @@ def dynamic_conv_generated_vjp(a: Any, y: Any) -> None:
         flags = call.flags(dfinal, *made)
         call.over_taps("inputs", (*generator, dout, dfinal, *made), *flags, part=part)
 
-    if in_parts:
+    if dgenerator:
         _pull_in_parts(call, y, pull)
     elif y.dx is not None or v is not dout:
         pull(None, 0, call.tokens)
     if y.dconv_bias is not None:
         y.dconv_bias.copy_(v.sum((0, 1), dtype=torch.float32))
-    if in_parts:
-        return
-    if y.dhidden is not None and call.H:
-        tile = call.tile("hidden")
-        parts = ceil(call.H, tile.columns)
-        call.launch(
-            "hidden", tile, ceil(call.tokens, tile.rows) * parts,
-            (call.x, call.weight, call.state, v, y.dhidden), call.sizes(parts),
-            call.H, call.W, call.D, tile.rows, tile.columns, tile.terms, *call.products(),
-            call.levels, call.state is not None,
-        )  # fmt: skip
-    if y.dweight is not None or y.dbias is not None:
-        _pull_to_weight(call, v, y)
 
 
 def _pull_in_parts(call: _Call, y: Any, pull: Callable[..., None]) -> None:
@@ -652,11 +531,18 @@ def _pull_in_parts(call: _Call, y: Any, pull: Callable[..., None]) -> None:
         stop = min(start + each, tokens)
         dkernels = room[: stop - start]
         pull(dkernels, start, stop)
+        factor = Factor(dkernels)
         if y.dhidden is not None:
-            y.dhidden.view(tokens, H)[start:stop] = dkernels @ weight
+            part = y.dhidden.view(tokens, H)[start:stop]
+            if part.dtype == call.dot:
+                multiply(part, factor, weight, "float32")
+            else:
+                part.copy_(dkernels @ weight)
         if y.dweight is None and y.dbias is None:
             continue
-        if dkernels.is_cuda:
+        if call.dot == torch.float32:
+            sums += sum_over_rows(factor, Factor(hidden[start:stop]), "float32")
+        elif dkernels.is_cuda:
             ends = dkernels.T[None], hidden[None, start:stop]
             torch.baddbmm(sums, *ends, sums.dtype, out=sums)
         else:
@@ -666,46 +552,6 @@ def _pull_in_parts(call: _Call, y: Any, pull: Callable[..., None]) -> None:
         y.dweight.view(D, W, H).copy_(by_channel[..., :H])
     if y.dbias is not None:
         y.dbias.view(D, W).copy_(by_channel[..., H])
-
-
-def _pull_to_weight(call: _Call, v: Any, y: Any) -> None:
-    """Fill the cotangents of the weight and of its bias."""
-    tile, taps = call.tile("weight"), min(call.W, 4)
-    wants_weight = y.dweight is not None and call.H > 0
-    blocks, parts = ceil(call.D, tile.rows), ceil(call.H, tile.columns) if wants_weight else 1
-    programs = blocks * parts * ceil(call.W, taps)
-    run = _run(call, tile, programs)
-    runs = ceil(call.tokens, run * tile.terms)
-    rows, room = call.D * call.W, functools.partial(v.new_empty, dtype=torch.float32)
-    sums = room((runs if wants_weight else 0, rows, call.H))
-    bias_sums = room((runs if y.dbias is not None else 0, rows))
-    call.launch(
-        "weight", tile, programs * runs, (call.x, call.hidden, call.state, v, sums, bias_sums),
-        (*call.sizes(parts), run),
-        call.H, call.W, call.D, tile.rows, tile.columns, tile.terms, *call.products(),
-        call.levels, call.state is not None, wants_weight, y.dbias is not None, taps,
-        None if v.is_cuda else run,
-    )  # fmt: skip
-    if wants_weight:
-        y.dweight.copy_(sums.sum(0))
-    if y.dbias is not None:
-        y.dbias.copy_(bias_sums.sum(0))
-
-
-def _run(call: _Call, tile: Tile, programs: int) -> int:
-    """Return the steps of a partial sum, for runs of tokens that fill the GPU, but are few.
-
-    The sums have at most a quarter of the kernels' numbers.
-    """
-    most = max(1, min(_RUNS, call.tokens // _LEAST, call.tokens // max(4 * call.H, 1)))
-    there = processors(call.x.device)
-
-    def filled(runs: int) -> tuple[int, int]:
-        wanted = programs * runs
-        return 20 * wanted // (there * ceil(wanted, there)), -runs
-
-    runs = max(range(1, most + 1), key=filled)
-    return ceil(call.tokens, tile.terms * runs)
 
 
 def _pull_stored(a: Any, y: Any) -> None:

@@ -23,14 +23,10 @@ from fusedops._frame.check import promoted
 from fusedops._frame.registry import register
 from fusedops.so2.op import columns, orders, rows_by_degree, weights_of
 from gpukern.launch import Launcher, kernel_of_any_size, power, wide
-from gpukern.precision import EMULATED, of_float32
-from gpukern.products import Halves, multiply_halves, repay, split
-from gpukern.tape import product
+from gpukern.products import Factor, multiply, sum_over_rows
 
 # Numbers that a program of the scaling takes, the most channels of a gate's, and warps.
 _NUMBERS, _CHANNELS, _WARPS = 512, 128, 4
-# The fewest edges of a part of a sum over edges.
-_EDGES = 2048
 
 
 @kernel_of_any_size
@@ -244,67 +240,9 @@ def _in_one_dtype(kernel: Callable[[Any, Any], None]) -> Callable[[Any, Any], No
     return run
 
 
-class _Factor:
-    """A matrix of products, and its halves for sums along an axis, once they are asked for."""
-
-    def __init__(self, matrix: Any) -> None:
-        self.matrix = matrix
-        self._halves: dict[tuple[int, int], Halves] = {}
-
-    def halves(self, along: int, parts: int = 1) -> Halves:
-        found = self._halves.get((along, parts))
-        if found is None:
-            found = self._halves[along, parts] = split(self.matrix[None], along, parts)
-        return found
-
-
-def _factors(rows: Any, parts: list[slice]) -> list[_Factor]:
+def _factors(rows: Any, parts: list[slice]) -> list[Factor]:
     """Return the columns of every order."""
-    return [_Factor(rows[:, own]) for own in parts]
-
-
-def _product(out: Any, a: _Factor, b: Any, precision: str, shift: Any = None) -> None:
-    """Write a @ b, plus a shift that may be `out` itself."""
-    rows = a.matrix
-    if precision == "bf16" and rows.dtype == torch.float32:
-        rows, b = rows.bfloat16(), b.bfloat16()
-        # torch multiplies into another dtype on CUDA only.
-        found = torch.mm(rows, b, out_dtype=out.dtype) if b.is_cuda else rows.float() @ b.float()
-        if shift is None:
-            out.copy_(found)
-        else:
-            torch.add(shift, found, out=out)
-    elif _is_split(precision, rows, b):
-        if shift is not None and shift is not out:
-            out.copy_(shift)
-        multiply_halves(a.halves(2), split(b[None], 1), out[None], add=shift is not None)
-    elif shift is None:
-        product(precision == "tf32", torch.mm, rows, b, out=out)
-    else:
-        product(precision == "tf32", torch.addmm, shift, rows, b, out=out)
-
-
-def _over_edges(a: _Factor, b: _Factor, precision: str) -> Any:
-    """Return aᵀ @ b, a sum over edges."""
-    x, y = a.matrix.T, b.matrix
-    if not _is_split(precision, x, y):
-        out = x.new_empty(x.shape[0], y.shape[1])
-        _product(out, _Factor(x), y, precision)
-        return out
-    parts = max(1, x.shape[1] // _EDGES)
-    left, right = a.halves(1, parts), b.halves(1, parts)
-    sums = x.new_empty(left.shape[0], x.shape[0], y.shape[1])
-    multiply_halves(left.mT, right, sums)
-    return sums.sum(0)
-
-
-def _is_split(precision: str, a: Any, b: Any) -> bool:
-    """Return whether a product is made of halves of float16."""
-    if precision != "float32" or a.dtype != torch.float32:
-        return False
-    return of_float32(a.device) == EMULATED and repay(
-        a.device, 1, a.shape[0], b.shape[1], a.shape[1]
-    )
+    return [Factor(rows[:, own]) for own in parts]
 
 
 class _Call:
@@ -367,14 +305,14 @@ def so2_convolution(a: Any, y: Any) -> None:
     first, *others = _factors(call.scaled(), call.inputs)
     shifts = (None, None) if bias is None else (bias[:G], bias[G:])
     if y.gates is not None:
-        _product(y.gates, first, a.weight_m0[:G].T, precision, shifts[0])
+        multiply(y.gates, first, a.weight_m0[:G].T, precision, shifts[0])
     if y.out is None:
         return
     out = y.out.view(y.out.shape[0], call.M * call.D)
     results = [out[:, own] for own in call.outputs]
-    _product(results[0], first, a.weight_m0[G:].T, precision, shifts[1])
+    multiply(results[0], first, a.weight_m0[G:].T, precision, shifts[1])
     for to, part, weight in zip(results[1:], others, call.weights[1:], strict=True):
-        _product(to, part, _block_of(weight).T, precision)
+        multiply(to, part, _block_of(weight).T, precision)
 
 
 @register("so2_convolution_vjp", "triton")
@@ -382,7 +320,7 @@ def so2_convolution(a: Any, y: Any) -> None:
 def so2_convolution_vjp(a: Any, y: Any) -> None:
     call, G, precision, dout = _Call(a), a.gate_channels, a.precision, _flat(a.dout)
     results = _factors(dout, call.outputs)
-    dgates = None if a.dgates is None else _Factor(a.dgates)
+    dgates = None if a.dgates is None else Factor(a.dgates)
     if y.dbias is not None:
         torch.sum(results[0].matrix, 0, out=y.dbias[G:])
         if dgates is not None:
@@ -398,29 +336,29 @@ def so2_convolution_vjp(a: Any, y: Any) -> None:
     else:
         dparts = torch.empty((dout.shape[0], numbers), dtype=dout.dtype, device=dout.device)
     first, *others = [dparts[:, own] for own in call.inputs]
-    _product(first, results[0], a.weight_m0[G:], precision)
+    multiply(first, results[0], a.weight_m0[G:], precision)
     if dgates is not None:
-        _product(first, dgates, a.weight_m0[:G], precision, first)
+        multiply(first, dgates, a.weight_m0[:G], precision, first)
     for to, result, weight in zip(others, results[1:], call.weights[1:], strict=True):
-        _product(to, result, _block_of(weight), precision)
+        multiply(to, result, _block_of(weight), precision)
     if call.radial is not None:
         call.unscale(dparts, y.dmessage, y.dradial)
 
 
 def _pull_to_weights(
-    call: _Call, results: list[_Factor], dgates: _Factor | None, precision: str, dweights: Any
+    call: _Call, results: list[Factor], dgates: Factor | None, precision: str, dweights: Any
 ) -> None:
     """Fill the cotangents of weights."""
     parts = _factors(call.scaled(), call.inputs)
     if dweights[0] is not None:
         G = 0 if dgates is None else dgates.matrix.shape[1]
-        dweights[0][G:].copy_(_over_edges(results[0], parts[0], precision))
+        dweights[0][G:].copy_(sum_over_rows(results[0], parts[0], precision))
         if dgates is not None:
-            dweights[0][:G].copy_(_over_edges(dgates, parts[0], precision))
+            dweights[0][:G].copy_(sum_over_rows(dgates, parts[0], precision))
     for dweight, result, part in zip(dweights[1:], results[1:], parts[1:], strict=True):
         if dweight is None:
             continue
-        both = _over_edges(result, part, precision)
+        both = sum_over_rows(result, part, precision)
         n, k = both.shape[0] // 2, both.shape[1] // 2
         torch.add(both[:n, :k], both[n:, k:], out=dweight[:n])
         torch.sub(both[n:, :k], both[:n, k:], out=dweight[n:])
