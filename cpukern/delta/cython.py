@@ -16,7 +16,7 @@ from fusedops.conv.plan import num_sequences
 _delta = isa.load("delta")
 # Numbers of states, times tokens, that are worth waking a thread for.
 _GRAIN = 1 << 17
-# The fewest tokens between states that a backward keeps.
+# The fewest tokens between states that a backward keeps, an even number for pairs of tokens.
 _FEWEST = 32
 
 
@@ -59,7 +59,7 @@ def gated_delta_rule_vjp(a: Any, y: Any) -> None:
         a.dfinal_state,
         *(y.dq, y.dk, y.dv, *gates, y.dinitial_state),
         sequences,
-        max(_FEWEST, math.isqrt(a.q.shape[1]) // 2),
+        max(_FEWEST, math.isqrt(a.q.shape[1]) // 4 * 2),
         _threads(a, sequences * a.q.shape[2]),
     )
 

@@ -1,13 +1,15 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
 # cython: initializedcheck=False
-"""The gated delta rule on the CPU, one token after the other.
+"""The gated delta rule on the CPU, two tokens after the other two.
 
 The columns of a head's state (K, V) don't depend on each other. The forward takes a tile of columns,
-which stays in the nearest cache, through all tokens of a sequence: one pass over the tile writes a
-token, and reads what the next token's key and query find. The backward takes a tile of rows of the
-transposed state, so that sums over values are sums of rows. It first keeps every C-th state; then, from
-the last chunk of C tokens to the first, it computes the chunk's states again and goes back through its
-tokens. A unit of the backward is a sequence and a head of q, whose gradients it alone adds to.
+which stays in a near cache, through all tokens of a sequence: one pass over the tile writes a pair of
+tokens, and reads what the next pair's keys and queries find. The second token of a pair follows from
+the first by the products of their keys and queries. Decays go into a factor of the whole tile. The
+backward takes a tile of rows of the transposed state, so that sums over values are sums of rows. It
+first keeps every C-th state; then, from the last chunk of C tokens to the first, it computes the chunk's
+states again and goes back through its tokens, one after the other. A unit of the backward is a sequence
+and a head of q, whose gradients it alone adds to.
 """
 
 from libc.math cimport exp
@@ -32,6 +34,7 @@ cdef extern from *:
     typedef float fusedops_part_float __attribute__((vector_size(16), may_alias));
     typedef double fusedops_part_double __attribute__((vector_size(16), may_alias));
     #define PART(real) fusedops_part_##real
+    #define fusedops_prefetch(at) __builtin_prefetch(at)
     #define SUM_float(x) ((x[0] + x[2]) + (x[1] + x[3]))
     #define SUM_double(x) (x[0] + x[1])
     #else
@@ -40,16 +43,26 @@ cdef extern from *:
     #define LANES(real) ((Py_ssize_t)1)
     #define VECTOR(real)
     #define PART(real) real
+    #define fusedops_prefetch(at) ((void)(at))
     #define SUM_float(x) x
     #define SUM_double(x) x
     #endif
-    /* Vectors side by side, for whose sums there are registers: each reads a key once for all of them. */
+    /* Vectors side by side, for whose sums there are registers. */
     #define PARTS 4
-    #define PASSED tile, step, keys, decay, key, u, next_key, next_query, known, read
+    #define AT(real, row, i) (*(fusedops_##real##s *)((real *)(row) + (i)))
+    #define PASSED tile, step, keys, columns, now, coming
+
+    /* Two tokens, or one: their rows, and numbers with the names of `_Chunk` in fusedops/delta/op.py, of
+       which `since` and `rest` take the tile's factor in. */
+    typedef struct {
+        void *q[2], *k[2], *v[2], *u[2], *missed[2], *out[2];
+        double since[2], rest[2], beta[2], overlap, attention[2][2], scale;
+    } fusedops_pair;
 
     /* dot: the dot product of n numbers.
-       turn: write a token into a tile of columns, and sum its rows times the next key (`reads` is 1), and
-       times the next query, too (2), or do one of the two. Rows begin `step` numbers apart.
+       turn: write a pair into a tile of columns, and find what the coming pair writes (`reads` is 1),
+       and what it reads, too (2), or do one of the two. Only a turn that doesn't read lets the tile
+       decay. Rows of the tile begin `step` numbers apart.
        advance: write a token into rows of the transposed state; `decayed` gets the rows before.
        reverse: pull a token's cotangents back through these rows, and return the cotangent of g. */
     #define DEFINE(real, vector) \\
@@ -68,34 +81,65 @@ cdef extern from *:
         for (; i < n; i++) rest += x[i] * y[i]; \\
         return rest; \\
     } \\
-    INLINE void fusedops_pass_##real(int writes, int reads, real *tile, Py_ssize_t step, \\
-            Py_ssize_t keys, real decay, const real *key, const real *u, const real *next_key, \\
-            const real *next_query, real *known, real *read) { \\
-        vector none = {0}, written[PARTS], by_key[PARTS], by_query[PARTS]; \\
-        for (int p = 0; p < PARTS; p++) { \\
-            written[p] = *(const vector *)(u + p * LANES(real)); \\
-            by_key[p] = by_query[p] = none; \\
+    INLINE void fusedops_pass_##real(int tokens, int writes, int reads, real *tile, \\
+            Py_ssize_t step, Py_ssize_t keys, Py_ssize_t columns, const fusedops_pair *now, \\
+            const fusedops_pair *coming) { \\
+        /* Two tokens have twice as many sums. */ \\
+        const int parts = PARTS / tokens; \\
+        const real decay = now->since[tokens - 1], overlap = coming->overlap; \\
+        real *k[2], *to_k[2], *to_q[2], rest[2], since[2], across[2], beta[2], attention[2][2]; \\
+        for (int t = 0; t < tokens; t++) { \\
+            k[t] = now->k[t], to_k[t] = coming->k[t], to_q[t] = coming->q[t]; \\
+            rest[t] = now->rest[t], since[t] = coming->since[t], beta[t] = coming->beta[t]; \\
+            across[t] = coming->scale * coming->since[t]; \\
+            for (int o = 0; o <= t; o++) attention[t][o] = coming->attention[t][o]; \\
         } \\
-        for (Py_ssize_t i = 0; i < keys; i++, tile += step) \\
-            for (int p = 0; p < PARTS; p++) { \\
-                vector *row = (vector *)(tile + p * LANES(real)), s = *row; \\
-                if (writes) *row = s = decay * s + key[i] * written[p]; \\
-                if (reads) by_key[p] += next_key[i] * s; \\
-                if (reads > 1) by_query[p] += next_query[i] * s; \\
+        for (Py_ssize_t c = 0; c < columns; c += parts * LANES(real)) { \\
+            vector none = {0}, s[PARTS], u[2][PARTS], known[2][PARTS], read[2][PARTS]; \\
+            for (int t = 0; t < tokens; t++) \\
+                for (int p = 0; p < parts; p++) { \\
+                    if (writes) u[t][p] = rest[t] * AT(real, now->u[t], c + p * LANES(real)); \\
+                    known[t][p] = read[t][p] = none; \\
+                } \\
+            for (Py_ssize_t i = 0; i < keys; i++) { \\
+                vector *row = &AT(real, tile, i * step + c); \\
+                for (int p = 0; p < parts; p++) { \\
+                    s[p] = row[p]; \\
+                    if (!reads) s[p] *= decay; \\
+                } \\
+                for (int t = 0; writes && t < tokens; t++) \\
+                    for (int p = 0; p < parts; p++) s[p] += k[t][i] * u[t][p]; \\
+                for (int p = 0; writes && p < parts; p++) row[p] = s[p]; \\
+                for (int t = 0; reads && t < tokens; t++) { \\
+                    for (int p = 0; p < parts; p++) known[t][p] += to_k[t][i] * s[p]; \\
+                    for (int p = 0; reads > 1 && p < parts; p++) read[t][p] += to_q[t][i] * s[p]; \\
+                } \\
             } \\
-        for (int p = 0; reads && p < PARTS; p++) { \\
-            *(vector *)(known + p * LANES(real)) = by_key[p]; \\
-            *(vector *)(read + p * LANES(real)) = by_query[p]; \\
+            for (int t = 0; reads && t < tokens; t++) \\
+                for (int p = 0; p < parts; p++) { \\
+                    Py_ssize_t at = c + p * LANES(real); \\
+                    vector missed = AT(real, coming->v[t], at) - since[t] * known[t][p], out; \\
+                    if (t) missed -= overlap * u[0][p]; \\
+                    AT(real, coming->missed[t], at) = missed; \\
+                    AT(real, coming->u[t], at) = u[t][p] = beta[t] * missed; \\
+                    if (reads > 1) { \\
+                        out = across[t] * read[t][p] + attention[t][0] * u[0][p]; \\
+                        if (t) out += attention[t][t] * u[t][p]; \\
+                        AT(real, coming->out[t], at) = out; \\
+                    } \\
+                } \\
         } \\
     } \\
-    INLINE void fusedops_turn_##real(int writes, int reads, real *tile, Py_ssize_t step, \\
-            Py_ssize_t keys, real decay, const real *key, const real *u, const real *next_key, \\
-            const real *next_query, real *known, real *read) { \\
+    INLINE void fusedops_turn_##real(int tokens, int writes, int reads, real *tile, \\
+            Py_ssize_t step, Py_ssize_t keys, Py_ssize_t columns, const fusedops_pair *now, \\
+            const fusedops_pair *coming) { \\
         /* The compiler makes a loop for each. */ \\
-        if (writes && reads > 1) fusedops_pass_##real(1, 2, PASSED); \\
-        else if (writes && reads) fusedops_pass_##real(1, 1, PASSED); \\
-        else if (writes) fusedops_pass_##real(1, 0, PASSED); \\
-        else fusedops_pass_##real(0, 2, PASSED); \\
+        if (tokens == 1 && writes) fusedops_pass_##real(1, 1, 0, PASSED); \\
+        else if (tokens == 1) fusedops_pass_##real(1, 0, 2, PASSED); \\
+        else if (!writes) fusedops_pass_##real(2, 0, 2, PASSED); \\
+        else if (!reads) fusedops_pass_##real(2, 1, 0, PASSED); \\
+        else if (reads == 1) fusedops_pass_##real(2, 1, 1, PASSED); \\
+        else fusedops_pass_##real(2, 1, 2, PASSED); \\
     } \\
     INLINE void fusedops_advance_##real(real *state, real *decayed, Py_ssize_t rows, Py_ssize_t n, \\
             real decay, const real *key, const real *u) { \\
@@ -159,17 +203,29 @@ cdef extern from *:
         PARTS
     Py_ssize_t lanes_float "LANES(float)"
     Py_ssize_t lanes_double "LANES(double)"
+    ctypedef struct Pair "fusedops_pair":
+        void* q[2]
+        void* k[2]
+        void* v[2]
+        void* u[2]
+        void* missed[2]
+        void* out[2]
+        double since[2]
+        double rest[2]
+        double beta[2]
+        double overlap
+        double attention[2][2]
+        double scale
+    void prefetch "fusedops_prefetch"(const void* at) noexcept nogil
     float dot_float "fusedops_dot_float"(const float* x, const float* y, Py_ssize_t n) noexcept nogil
     double dot_double "fusedops_dot_double"(
         const double* x, const double* y, Py_ssize_t n) noexcept nogil
     void turn_float "fusedops_turn_float"(
-        bint writes, int reads, float* tile, Py_ssize_t step, Py_ssize_t keys, float decay,
-        const float* key, const float* u, const float* next_key, const float* next_query,
-        float* known, float* read) noexcept nogil
+        int tokens, bint writes, int reads, float* tile, Py_ssize_t step, Py_ssize_t keys,
+        Py_ssize_t columns, const Pair* now, const Pair* coming) noexcept nogil
     void turn_double "fusedops_turn_double"(
-        bint writes, int reads, double* tile, Py_ssize_t step, Py_ssize_t keys, double decay,
-        const double* key, const double* u, const double* next_key, const double* next_query,
-        double* known, double* read) noexcept nogil
+        int tokens, bint writes, int reads, double* tile, Py_ssize_t step, Py_ssize_t keys,
+        Py_ssize_t columns, const Pair* now, const Pair* coming) noexcept nogil
     void advance_float "fusedops_advance_float"(
         float* state, float* decayed, Py_ssize_t rows, Py_ssize_t n, float decay, const float* key,
         const float* u) noexcept nogil
@@ -224,6 +280,7 @@ cdef struct Call:
     Py_ssize_t value_heads
     Py_ssize_t keys
     Py_ssize_t values
+    Py_ssize_t columns
     Py_ssize_t tiles
     Py_ssize_t chunk
     Py_ssize_t states
@@ -284,67 +341,133 @@ cdef inline void move_state(
 
 
 cdef inline Py_ssize_t width_of(real like) noexcept nogil:
-    """Return the columns of a tile."""
+    """Return the columns that one token passes over at once."""
     return PARTS * (lanes_float if real is float else lanes_double)
+
+
+cdef inline real dot(const real* x, const real* y, Py_ssize_t n) noexcept nogil:
+    if real is float:
+        return dot_float(x, y, n)
+    else:
+        return dot_double(x, y, n)
+
+
+cdef inline void prefetch_row(const real* row, Py_ssize_t n) noexcept nogil:
+    cdef Py_ssize_t i
+    for i in range(0, n * <Py_ssize_t>sizeof(real), 64):
+        prefetch(<const char*>row + i)
+
+
+cdef inline Py_ssize_t whole(Py_ssize_t n, real like) noexcept nogil:
+    """Round columns up to whole passes."""
+    cdef Py_ssize_t width = width_of(like)
+    return (n + width - 1) // width * width
+
+
+cdef inline real* padded(real* row, Py_ssize_t keys, Py_ssize_t n, real* copy) noexcept nogil:
+    """Return a row of n numbers: the same, or a copy whose rest is zero."""
+    if keys == n:
+        return row
+    memcpy(copy, row, keys * sizeof(real))
+    return copy
+
+
+cdef inline void set_pair(
+    Pair* pair, const Call* call, Span span, Py_ssize_t head, Py_ssize_t first, Py_ssize_t n,
+    Py_ssize_t t, Py_ssize_t tokens, double factor, const Tokens* out, real* spare,
+) noexcept nogil:
+    """Describe columns `first` to `first + n` of the tokens from t on, one or two.
+
+    At the end of a sequence the second one may be missing, and writes nothing.
+    """
+    cdef Py_ssize_t own = head // (call.value_heads // call.heads), keys = call.keys, m, o, at
+    cdef Py_ssize_t width = whole(n, spare[0]), last = span.end - 1
+    cdef double decay
+    cdef real* q
+    cdef real* k
+    cdef real* v
+    pair.scale = call.scale
+    for m in range(tokens):
+        at = min(t + m, last)
+        q = row_of(&call.q, span.batch, at, own, spare[0])
+        k = row_of(&call.k, span.batch, at, own, spare[0])
+        v = row_of(&call.v, span.batch, at, head, spare[0]) + first
+        pair.q[m], pair.k[m], pair.v[m] = q, k, padded(v, n, width, spare + m * width)
+        pair.out[m] = spare + (2 + m) * width
+        decay, pair.beta[m] = 1, 0
+        if t + m <= last:
+            decay = exp(row_of(&call.g, span.batch, at, head, spare[0])[0])
+            pair.beta[m] = row_of(&call.beta, span.batch, at, head, spare[0])[0]
+            if out != NULL and n == width:
+                pair.out[m] = row_of(out, span.batch, at, head, spare[0]) + first
+        factor *= decay
+        pair.since[m], pair.rest[m] = factor, 1
+        for o in range(m):
+            pair.rest[o] = decay
+            pair.overlap = decay * dot(k, <real*>pair.k[o], keys)
+        for o in range(m + 1 if out != NULL else 0):
+            pair.attention[m][o] = call.scale * dot(q, <real*>pair.k[o], keys) * pair.rest[o]
+        # Rows of tokens lie far apart, where the processor doesn't prefetch by itself.
+        at = t + tokens + m
+        if at <= last:
+            prefetch_row(row_of(&call.k, span.batch, at, own, spare[0]), keys)
+            prefetch_row(row_of(&call.v, span.batch, at, head, spare[0]) + first, n)
+            if out != NULL:
+                prefetch_row(row_of(&call.q, span.batch, at, own, spare[0]), keys)
+                prefetch_row(row_of(out, span.batch, at, head, spare[0]) + first, n)
 
 
 cdef inline void take_tokens(
     const Call* call, Span span, Py_ssize_t head, Py_ssize_t first, Py_ssize_t n, real* tile,
-    Py_ssize_t step, real* known, real* u, real* missed, const Tokens* out, real* kept,
+    Py_ssize_t step, real* spare, real* u, real* missed, const Tokens* out, real* kept,
 ) noexcept nogil:
-    """Take n columns of a state through all tokens of a sequence.
+    """Take n columns of a state through all tokens of a sequence, two at once.
 
-    Where `kept` is given, it gets the tile before every chunk, and every token has rows in u and
+    Where `kept` is given, it gets the state before every chunk, and every token has rows in u and
     missed. Otherwise `out` may be given.
     """
-    cdef Py_ssize_t width = width_of(tile[0]), keys = call.keys, following, t, l
-    cdef Py_ssize_t own = head // (call.value_heads // call.heads)
-    cdef real* read = known + width
-    cdef real* q
-    cdef real* k
-    cdef real* v
-    cdef real* row
-    cdef real* next_q
-    cdef real* next_k
-    cdef real decay = 1, beta, both, scale = <real>call.scale
+    cdef Py_ssize_t width = whole(n, tile[0]), keys = call.keys, t = span.begin, m, i
+    cdef Py_ssize_t tokens = min(2, span.end - span.begin)
+    cdef Pair pairs[2]
+    cdef Pair* now = pairs
+    cdef Pair* coming = pairs + 1
+    # The state is the tile times a factor, into which decays go.
+    cdef double factor = 1
     cdef int reads
-    for t in range(span.begin - 1, span.end):
-        following = min(t + 1, span.end - 1)
-        if following < span.begin:
-            break
-        next_q = row_of(&call.q, span.batch, following, own, decay)
-        next_k = row_of(&call.k, span.batch, following, own, decay)
-        k = next_k
-        if t >= span.begin:
-            q = row_of(&call.q, span.batch, t, own, decay)
-            k = row_of(&call.k, span.batch, t, own, decay)
-            v = row_of(&call.v, span.batch, t, head, decay) + first
-            decay = <real>exp(row_of(&call.g, span.batch, t, head, decay)[0])
-            beta = row_of(&call.beta, span.batch, t, head, decay)[0]
-            if kept != NULL and t > span.begin:
-                u += width
-                missed += width
-            for l in range(n):
-                missed[l] = v[l] - decay * known[l]
-                u[l] = beta * missed[l]
-            for l in range(n, width):
-                u[l] = 0
-            if out != NULL and out.at != NULL:
-                both = dot_float(q, k, keys) if real is float else dot_double(q, k, keys)
-                row = row_of(out, span.batch, t, head, decay) + first
-                for l in range(n):
-                    row[l] = scale * (decay * read[l] + both * u[l])
-            if kept != NULL and (t - span.begin) % call.chunk == 0:
-                memcpy(kept, tile, keys * width * sizeof(real))
-                kept += keys * width
-        # The first pass writes nothing, and the last one reads nothing.
-        reads = 0 if t + 1 == span.end else 1 if kept != NULL and t >= span.begin else 2
+    memset(pairs, 0, sizeof(pairs))
+    # The first turn writes nothing, and the last one reads nothing.
+    while tokens and t < span.end + tokens:
+        reads = 0 if t >= span.end else 1 if out == NULL else 2
+        if t > span.begin:
+            factor = now.since[tokens - 1] if reads else 1
+            # The tile stays in the range of a float.
+            if not 1e-10 < factor < 1e10:
+                for i in range(keys * width):
+                    tile[i] *= <real>factor
+                factor = 1
+            for m in range(tokens):
+                now.rest[m] /= factor
+        if reads:
+            set_pair(coming, call, span, head, first, n, t, tokens, factor, out, spare)
+            for m in range(tokens):
+                coming.u[m], coming.missed[m] = u + m * width, missed + m * width
         if real is float:
-            turn_float(t >= span.begin, reads, tile, step, keys, decay, k, u, next_k, next_q, known,
-                       read)
+            turn_float(tokens, t > span.begin, reads, tile, step, keys, width, now, coming)
         else:
-            turn_double(t >= span.begin, reads, tile, step, keys, decay, k, u, next_k, next_q,
-                        known, read)
+            turn_double(tokens, t > span.begin, reads, tile, step, keys, width, now, coming)
+        if out != NULL and n < width:
+            for m in range(min(tokens, span.end - t)):
+                memcpy(row_of(out, span.batch, t + m, head, tile[0]) + first, coming.out[m],
+                       n * sizeof(real))
+        if kept != NULL:
+            if reads and (t - span.begin) % call.chunk == 0:
+                for i in range(keys * width):
+                    kept[i] = <real>factor * tile[i]
+                kept += keys * width
+            u += tokens * width
+            missed += tokens * width
+        now, coming = coming, now
+        t += tokens
 
 
 cdef void forward_tile(
@@ -352,15 +475,15 @@ cdef void forward_tile(
     real* scratch,
 ) noexcept nogil:
     """Take the columns of a state from `first` on through all tokens of a sequence."""
-    cdef Py_ssize_t width = width_of(scratch[0]), step = width
-    cdef Py_ssize_t n = min(width, call.values - first), keys = call.keys
+    cdef Py_ssize_t n = min(call.columns, call.values - first), keys = call.keys
+    cdef Py_ssize_t width = whole(n, scratch[0]), step = width
     cdef Span span = find_span(call, sequence)
-    cdef real* known = scratch
-    cdef real* u = known + 2 * width
-    cdef real* missed = u + width
-    cdef real* tile = missed + width
+    cdef real* u = scratch + 4 * width
+    cdef real* missed = u + 2 * width
+    cdef real* tile = missed + 2 * width
+    cdef const Tokens* out = NULL
     cdef bint in_place = call.first.at == call.last.at and call.first.value == 1
-    memset(scratch, 0, 4 * width * sizeof(real))
+    memset(scratch, 0, 2 * width * sizeof(real))
     # For one token a copy of the state would cost more than the token.
     in_place = in_place and call.last.at != NULL and n == width and span.end - span.begin == 1
     if in_place:
@@ -369,19 +492,11 @@ cdef void forward_tile(
     else:
         memset(tile, 0, keys * width * sizeof(real))
         move_state(&call.first, slot, head, first, keys, n, tile, width, 1, True)
-    take_tokens(call, span, head, first, n, tile, step, known, u, missed, &call.out, <real*>NULL)
+    if call.out.at != NULL:
+        out = &call.out
+    take_tokens(call, span, head, first, n, tile, step, scratch, u, missed, out, <real*>NULL)
     if not in_place:
         move_state(&call.last, slot, head, first, keys, n, tile, width, 1, False)
-
-
-cdef inline const real* padded(
-    const real* row, Py_ssize_t keys, Py_ssize_t n, real* copy
-) noexcept nogil:
-    """Return a row of n numbers: the same, or a copy whose rest is zero."""
-    if keys == n:
-        return row
-    memcpy(copy, row, keys * sizeof(real))
-    return copy
 
 
 cdef inline void add_row(
@@ -392,23 +507,18 @@ cdef inline void add_row(
         total[i] = row[i] if first else total[i] + row[i]
 
 
-cdef inline Py_ssize_t padded_keys(Py_ssize_t keys, real like) noexcept nogil:
-    cdef Py_ssize_t width = width_of(like)
-    return (keys + width - 1) // width * width
-
-
 cdef inline Py_ssize_t backward_room(const Call* call, real like) noexcept nogil:
     """Return the numbers of scratch that `backward_rows` takes."""
-    cdef Py_ssize_t n = padded_keys(call.keys, like), width = width_of(like), chunk = call.chunk
+    cdef Py_ssize_t n = whole(call.keys, like), width = width_of(like), chunk = call.chunk
     cdef Py_ssize_t chunks = (call.tokens + chunk - 1) // chunk
-    return 4 * n + width * (3 + n * (2 + chunk) + call.keys * (1 + chunks) + 2 * call.tokens)
+    return 4 * n + width * (7 + n * (2 + chunk) + call.keys * (1 + chunks) + 2 * call.tokens)
 
 
 cdef void backward_rows(
     const Call* call, Py_ssize_t sequence, Py_ssize_t head, Py_ssize_t first, real* scratch,
 ) noexcept nogil:
     """Pull back through the rows of the transposed state from `first` on."""
-    cdef Py_ssize_t width = width_of(scratch[0]), n = padded_keys(call.keys, scratch[0])
+    cdef Py_ssize_t width = width_of(scratch[0]), n = whole(call.keys, scratch[0])
     cdef Py_ssize_t rows = min(width, call.values - first), keys = call.keys, chunk = call.chunk
     cdef Py_ssize_t group = call.value_heads // call.heads, own = head // group
     cdef Py_ssize_t c, i, j, t, begin, end, tile = rows * n
@@ -419,23 +529,24 @@ cdef void backward_rows(
     cdef real* key_copy = query_copy + n
     cdef real* dquery = key_copy + n
     cdef real* dkey = dquery + n
-    cdef real* sums = dkey + n
-    cdef real* own_dv = sums + 2 * width
+    cdef real* spare = dkey + n
+    cdef real* own_dv = spare + 4 * width
     cdef real* state = own_dv + width
     cdef real* dstate = state + width * n
     cdef real* columns = dstate + width * n
     cdef real* kept = columns + keys * width
     cdef real* decayed = kept + chunks * keys * width
     cdef real* u = decayed + chunk * width * n
-    cdef real* missed = u + tokens * width
+    # The last pair has two rows, even if its second token is missing.
+    cdef real* missed = u + (tokens + 1) * width
     cdef real* dv
     cdef const real* q
     cdef const real* k
     cdef const real* dout
     cdef real decay, beta, dbeta, dg, scale = <real>call.scale
-    memset(scratch, 0, (4 * n + width * (3 + 2 * n + keys)) * sizeof(real))
+    memset(scratch, 0, (4 * n + width * (5 + 2 * n + keys)) * sizeof(real))
     move_state(&call.first, sequence, head, first, keys, rows, columns, width, 1, True)
-    take_tokens(call, span, head, first, rows, columns, width, sums, u, missed, NULL, kept)
+    take_tokens(call, span, head, first, rows, columns, width, spare, u, missed, NULL, kept)
     move_state(&call.last, sequence, head, first, keys, rows, dstate, 1, n, True)
     for c in range(chunks - 1, -1, -1):
         begin = span.begin + c * chunk
@@ -485,20 +596,19 @@ cdef void some_forward(
 ) noexcept nogil:
     """Take tiles of columns through their sequences."""
     cdef const Call* call = <const Call*>given
-    cdef Py_ssize_t width = width_of(given[0])
     cdef Py_ssize_t item, sequence, slot, head, first, t
     cdef real* out
     for item in range(begin, end):
         sequence = item // (call.tiles * call.value_heads)
         head = item // call.tiles % call.value_heads
-        first = item % call.tiles * width
+        first = item % call.tiles * call.columns
         slot = sequence
         if call.slots != NULL:
             slot = call.slots[sequence]
             if slot < 0 or slot >= call.states:
                 for t in range(call.tokens):
                     out = row_of(&call.out, sequence, t, head, given[0]) + first
-                    memset(out, 0, min(width, call.values - first) * sizeof(real))
+                    memset(out, 0, min(call.columns, call.values - first) * sizeof(real))
                 continue
         forward_tile(call, sequence, slot, head, first, <real*>(call.scratch + thread * call.row))
 
@@ -572,19 +682,20 @@ def forward(
     Py_ssize_t sequences,
     int threads,
 ):
-    """Read and write states, token by token."""
+    """Read and write states, a pair of tokens after the other."""
     cdef Call call
     cdef real like = 0
-    cdef Py_ssize_t width = width_of(like)
     set_call(&call, q, k, v, g, beta, state, scale, starts)
     call.out, call.last = tokens_of(out), states_of(last)
-    call.tiles = (call.values + width - 1) // width
+    # More columns to a pair of tokens cost less for each, and tiles still stay in the second cache.
+    call.columns = 512 // <Py_ssize_t>sizeof(real)
+    call.tiles = (call.values + call.columns - 1) // call.columns
     if slots is not None:
         call.slots = &slots[0]
         call.states = state.shape[0]
-    call.row = whole_lines((call.keys + 4) * width * sizeof(real))
-    cdef bytearray scratch = room(threads * call.row)
-    call.scratch = of(scratch)
+    call.row = whole_lines((call.keys + 8) * call.columns * sizeof(real))
+    cdef bytearray scratch = room(threads * call.row + 64)
+    call.scratch = <char*>whole_lines(<Py_ssize_t>of(scratch))
     with nogil:
         in_shares(<Share>some_forward[real], &call, sequences * call.value_heads * call.tiles,
                   threads)
@@ -620,7 +731,7 @@ def backward(
     call.dg, call.dbeta, call.dfirst = tokens_of(dg), tokens_of(dbeta), states_of(dstate)
     call.chunk = chunk
     call.row = whole_lines(backward_room(&call, like) * sizeof(real))
-    cdef bytearray scratch = room(threads * call.row)
-    call.scratch = of(scratch)
+    cdef bytearray scratch = room(threads * call.row + 64)
+    call.scratch = <char*>whole_lines(<Py_ssize_t>of(scratch))
     with nogil:
         in_shares(<Share>some_backward[real], &call, sequences * call.heads, threads)
