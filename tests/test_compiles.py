@@ -56,8 +56,9 @@ def launched(name, given, outputs=None):
     primitive = primitives()[name]
     kernel = registry._registered(registry.BACKENDS[0], name, primitive.family)
     a = primitive.Arguments(*[given.get(field) for field in primitive.Arguments._fields])
-    made = [torch.empty(out[0]) for out in primitive.describe(a)] if outputs is None else outputs
-    kernel(a, primitive.Outputs(*made))
+    if outputs is None:
+        outputs = [out and torch.empty(out[0]) for out in primitive.describe(a)]
+    kernel(a, primitive.Outputs(*outputs))
 """
 
 COMPILE = """
@@ -234,3 +235,34 @@ def test_a_gradient_of_mixed_dtypes_compiles(tmp_path):
     """Pointers of several types meet in one kernel, where no branch may change a name's type."""
     done = compiling(90, MIXED, tmp_path)
     assert done.stdout == "3\n", done.stderr
+
+
+# In PTX a factor in registers stands in braces, and one in shared memory is an address.
+FACTORS = """
+import re
+
+torch.Tensor.is_cuda = property(lambda self: True)
+torch.version.cuda = "12.8"
+factors = []
+
+
+def note(kernel, made):
+    found = re.findall(r"wgmma\\.mma_async\\S+ {[^}]*},\\s*(.)", made.asm["ptx"])
+    assert "{" not in found, kernel.__name__
+    factors.extend(found)
+
+
+for K, V in ((128, 128), (96, 256)):
+    sizes = {"q": (2, K), "k": (2, K), "v": (2, V), "g": (2,), "beta": (2,), "dout": (2, V)}
+    given = {n: torch.empty(1, 128, *s, dtype=torch.bfloat16) for n, s in sizes.items()}
+    for name in ("gated_delta_rule", "gated_delta_rule_vjp"):
+        launched(name, given | {"scale": 1.0})
+print(len(factors) > 0)
+"""
+
+
+@pytest.mark.compiles
+def test_no_factor_of_the_delta_rule_is_in_registers(tmp_path):
+    """The assembler of CUDA 12 writes to such registers too early."""
+    done = compiling(90, FACTORS, tmp_path)
+    assert done.stdout == "True\n", done.stderr

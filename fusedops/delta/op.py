@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol, overload
 from fusedops._frame.arrays import ArrayT, cast, namespace, widened, zeros
 from fusedops._frame.check import (
     accumulator,
+    dtype_name,
     flag,
     holds,
     indices,
@@ -55,7 +56,9 @@ class _Chunk:
     def __init__(self, scale: float, state: Any, q: Any, k: Any, v: Any, g: Any, beta: Any) -> None:
         xp = namespace(q)
         self.q, self.k, self.beta, self.scale, self.state = q, k, beta, scale, state
-        within = g.cumsum(-2)
+        # A gate below the least number is none; in a sum it would swallow the others.
+        least = -746.0 if dtype_name(g.dtype) == "float64" else -104.0
+        within = xp.where(g < least, least, g).cumsum(-2)
         passed = within - _transposed(within)
         # Infinity before the exponential, which would overflow for tokens to come.
         decays = xp.exp(xp.where(xp.tril(xp.ones_like(passed)) > 0, passed, -math.inf))

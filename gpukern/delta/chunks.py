@@ -114,6 +114,14 @@ def _inverse(matrix, i, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     return inverse
 
 
+@triton.jit
+def _gate(g, live, FLOAT: tl.constexpr):
+    """Load gates; one below the least number is none, and in a sum would swallow the others."""
+    LEAST: tl.constexpr = -746.0 if FLOAT == tl.float64 else -104.0
+    value = tl.load(g, mask=live, other=0.0).to(FLOAT)
+    return tl.where(value < LEAST, LEAST, value)
+
+
 def solve(
     q, k, g, beta, starts, chunks, gates, solved, mixed,
     sequences, tokens,
@@ -134,8 +142,8 @@ def solve(
     i = tl.arange(0, HALF)
     t, u = first + i, first + HALF + i
     t_live, u_live = t < end, u < end
-    t_gamma = tl.load(g + t * HV + head, mask=t_live, other=0.0).to(FLOAT)
-    u_gamma = tl.load(g + u * HV + head, mask=u_live, other=0.0).to(FLOAT)
+    t_gamma = _gate(g + t * HV + head, t_live, FLOAT)
+    u_gamma = _gate(g + u * HV + head, u_live, FLOAT)
     u_gamma = tl.cumsum(u_gamma, 0) + tl.sum(t_gamma, 0)
     t_gamma = tl.cumsum(t_gamma, 0)
     tl.store(gates + t * HV + head, t_gamma, mask=t_live)
