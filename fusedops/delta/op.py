@@ -403,9 +403,12 @@ def gated_delta_rule(
     -----
     All arrays have gradients, of any order in torch. The backward computes the states again, and
     keeps none of them. ``gated_delta_rule.vjp`` returns gradients for the arrays that were given,
-    in the order q, k, v, g, beta, initial_state. The kernels on a CPU take one token after the
-    other, with a part of the state in the nearest cache; arrays of 16 bits are computed in float32.
-    The definition, which also serves derivatives from the second on, takes chunks of 32 tokens.
+    in the order q, k, v, g, beta, initial_state. The kernels on a CPU take two tokens after the
+    other two, with a part of the state in a near cache; arrays of 16 bits are computed in float32.
+    The kernels on a GPU take chunks of up to 64 tokens by products of matrices, which are summed in
+    float32: of bfloat16 with factors rounded to it, of float16 in TF32, which has its digits and
+    the range of states, and of float32 with its digits. The definition, which also serves
+    derivatives from the second on, takes chunks of 32 tokens.
 
     References
     ----------
