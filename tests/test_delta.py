@@ -153,6 +153,16 @@ def test_chunks_of_sixteen_bits_on_a_gpu(dtype, allowed):
         assert (got - want).norm() <= allowed * want.norm()
 
 
+@pytest.mark.parametrize("K", [600, 5000])
+def test_states_of_many_keys(place, K):
+    """On a GPU they don't fit into the shared memory of a walk in chunks."""
+    p = problem((1, 34, 1, K, 2), "float32")
+    for got, want in zip(
+        contract.solve(place, p), contract.solve(("numpy", "numpy"), p), strict=True
+    ):
+        close(got, want, 64)
+
+
 def step_arguments(T=None):
     rng = np.random.default_rng(0)
     lead = (3,) if T is None else (3, T)

@@ -233,7 +233,8 @@ class _Chunks:
         """Return the stages of a walk, with rows of three arrays of keys and two of values."""
         itemsize = self.kept.itemsize
         room = _SHARED[is_small(self.device)] - itemsize * self.keys * self.walked
-        return min(3, room // (itemsize * tokens * (3 * self.keys + 2 * self.walked)))
+        most = room // (itemsize * tokens * (3 * self.keys + 2 * self.walked))
+        return max(0, min(3, most))
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype or self.kept, device=self.device)
