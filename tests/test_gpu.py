@@ -856,8 +856,7 @@ def attention_and_gradients(leaves, given, **options):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_chunks_of_attention_grow_with_the_tokens(packed):
-    """In a backward pass over very many tokens, a chunk is several of those that are listed."""
+def test_attention_over_very_many_tokens(packed):
     leaves, given = attention_on_gpu(3, 17000, 1, 16, 8, dtype=torch.float64, packed=packed)
     got = attention_and_gradients(leaves, given)
     want = attention_and_gradients(leaves, given, backend="torch")

@@ -189,10 +189,12 @@ def lies():
             yield primitive, own, (Sequences(np.array(cu_seqlens)), "silu")
         (H, K), (HV, V) = (1, 3), (2, 5)
         states = {name: (len(cu_seqlens) - 1, HV, K, V) for name in states}
-        shapes = {"q": (1, T, H, K), "k": (1, T, H, K), "g": (1, T, HV), "beta": (1, T, HV)}
-        for primitive in (delta, delta_vjp):
-            own = [(shapes | states).get(name, (1, T, HV, V)) for name in primitive.arrays]
-            yield primitive, own, (Sequences(np.array(cu_seqlens)), 0.5)
+        # A few tokens go one by one on a GPU, and more of them in chunks.
+        for T in (20, 200):
+            shapes = {"q": (1, T, H, K), "k": (1, T, H, K), "g": (1, T, HV), "beta": (1, T, HV)}
+            for primitive in (delta, delta_vjp):
+                own = [(shapes | states).get(name, (1, T, HV, V)) for name in primitive.arrays]
+                yield primitive, own, (Sequences(np.array(cu_seqlens)), 0.5)
 
 
 GPU = pytest.param(("torch", "triton", "cuda"), marks=pytest.mark.gpu)

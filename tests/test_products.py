@@ -200,7 +200,8 @@ MORE = "trimul hidden-incoming", "trimul wide"
     [
         case
         for case in typical(CASES).values()
-        if case.primitive.family in ("trimul", "so2") and "gate" not in case.primitive.name
+        if case.primitive.family in ("trimul", "so2", "generated")
+        and "gate" not in case.primitive.name
     ]
     + [case for case in CASES if f"{case.primitive.family} {case.name}" in MORE],
     ids=str,

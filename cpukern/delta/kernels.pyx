@@ -1,6 +1,6 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
 # cython: initializedcheck=False
-"""The gated delta rule on the CPU, two tokens after the other two.
+"""The gated delta rule on the CPU, two tokens at a time.
 
 The columns of a head's state (K, V) don't depend on each other. The forward takes a tile of columns,
 which stays in a near cache, through all tokens of a sequence: one pass over the tile writes a pair of
@@ -60,9 +60,9 @@ cdef extern from *:
     } fusedops_pair;
 
     /* dot: the dot product of n numbers.
-       turn: write a pair into a tile of columns, and find what the coming pair writes (`reads` is 1),
-       and what it reads, too (2), or do one of the two. Only a turn that doesn't read lets the tile
-       decay. Rows of the tile begin `step` numbers apart.
+       turn: write the pair `now` into a tile of columns if it `writes`, and find the values that `coming`
+       misses and writes if it `reads`, with 2 its outputs too; a turn that doesn't write finds all. Only
+       one that doesn't read lets the tile decay. Rows of the tile begin `step` numbers apart.
        advance: write a token into rows of the transposed state; `decayed` gets the rows before.
        reverse: pull a token's cotangents back through these rows, and return the cotangent of g. */
     #define DEFINE(real, vector) \\
@@ -684,7 +684,6 @@ def forward(
 ):
     """Read and write states, a pair of tokens after the other."""
     cdef Call call
-    cdef real like = 0
     set_call(&call, q, k, v, g, beta, state, scale, starts)
     call.out, call.last = tokens_of(out), states_of(last)
     # More columns to a pair of tokens cost less for each, and tiles still stay in the second cache.

@@ -9,10 +9,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, overload
 
-from fusedops._frame.arrays import ArrayT, cast, namespace, widened, zeros
+from fusedops._frame.arrays import ArrayT, cast, double, namespace, widened, zeros
 from fusedops._frame.check import (
     accumulator,
-    dtype_name,
     flag,
     holds,
     indices,
@@ -36,6 +35,8 @@ from fusedops.conv.plan import (
 
 # The tokens of a chunk, solved for together: with more of them float32 would lose digits.
 _CHUNK = 32
+#: A gate below this forgets all, as its exponential is zero; in a sum it would swallow others.
+LEAST_GATE = -746.0
 
 
 def _transposed(x: Any) -> Any:
@@ -56,15 +57,15 @@ class _Chunk:
     def __init__(self, scale: float, state: Any, q: Any, k: Any, v: Any, g: Any, beta: Any) -> None:
         xp = namespace(q)
         self.q, self.k, self.beta, self.scale, self.state = q, k, beta, scale, state
-        # A gate below the least number is none; in a sum it would swallow the others.
-        least = -746.0 if dtype_name(g.dtype) == "float64" else -104.0
-        within = xp.where(g < least, least, g).cumsum(-2)
-        passed = within - _transposed(within)
+        # In float64: sums of many gates have fewer digits than a difference of two of them.
+        within = double(xp.where(g < LEAST_GATE, LEAST_GATE, g)).cumsum(-2)
+        passed = cast(within - _transposed(within), g)
         # Infinity before the exponential, which would overflow for tokens to come.
         decays = xp.exp(xp.where(xp.tril(xp.ones_like(passed)) > 0, passed, -math.inf))
         #: Decays since the chunk began, until it ends, and from token to token: Γ, times the scale
         #: of queries, and without its diagonal.
-        self.since, self.rest = xp.exp(within), xp.exp(within[..., -1:, :] - within)
+        self.since = xp.exp(cast(within, g))
+        self.rest = xp.exp(cast(within[..., -1:, :] - within, g))
         self.until, self.between = scale * decays, xp.tril(decays, -1)
         self.attention = q @ _transposed(k) * self.until
         self.overlap = k @ _transposed(k) * self.between
@@ -403,12 +404,12 @@ def gated_delta_rule(
     -----
     All arrays have gradients, of any order in torch. The backward computes the states again, and
     keeps none of them. ``gated_delta_rule.vjp`` returns gradients for the arrays that were given,
-    in the order q, k, v, g, beta, initial_state. The kernels on a CPU take two tokens after the
-    other two, with a part of the state in a near cache; arrays of 16 bits are computed in float32.
-    The kernels on a GPU take chunks of up to 64 tokens by products of matrices, which are summed in
-    float32: of bfloat16 with factors rounded to it, of float16 in TF32, which has its digits and
-    the range of states, and of float32 with its digits. The definition, which also serves
-    derivatives from the second on, takes chunks of 32 tokens.
+    in the order q, k, v, g, beta, initial_state. The CPU kernels take one token after the other, or
+    two at once, with a part of the state in a near cache, and compute 16-bit floats in float32.
+    The GPU kernels take chunks of up to 64 tokens by products of matrices; few tokens go one by
+    one. Sums are of float32 or better. Factors of these products are rounded to bfloat16 for
+    arrays of it; for float16 they have the digits of TF32, as many as float16 has. The definition,
+    which also serves derivatives from the second on, takes chunks of 32 tokens.
 
     References
     ----------

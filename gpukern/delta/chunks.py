@@ -3,21 +3,26 @@
 With γ the sums of g within a chunk, Γ_ts = exp(γ_t - γ_s) for s ≤ t, O = tril(k kᵀ Γ, -1) and S the
 state before the chunk, the values that the state misses are m = (1 + O β)⁻¹ (v - exp(γ) k S), and
 the values that tokens write are β m. The cotangents of these are w = (1 + Oᵀ β)⁻¹ du, with
-du = scale (q kᵀ Γ)ᵀ dout + exp(γ_C - γ) k dS. Both are an array without the state, and a response
-to it. All chunks find these side by side; a walk goes along a sequence with some columns of the
-state, and another one back with its cotangent; then all chunks find outputs, or gradients, side
-by side again.
+du = scale (q kᵀ Γ)ᵀ dout + exp(γ_C - γ) k dS. Each is an array without the state plus a response
+times the state. All chunks find these two side by side. A walk goes along a sequence with some
+columns of the state, and another one back with its cotangent. Then all chunks find outputs, or
+gradients, side by side again.
 
-The left factor of every product is loaded, and products are transposed for it, but for small ones,
-of less than 64 rows. Hopper's asynchronous instructions take factors that are computed from
-registers, which the assembler of CUDA 12 writes to too early
-(https://github.com/triton-lang/triton/pull/11781).
+Products of less than 64 rows aside, the left factor of each is loaded, and products are transposed
+for it. Hopper's asynchronous instructions take a computed factor from registers, to which the
+assembler of CUDA 12 writes too early (https://github.com/triton-lang/triton/pull/11781).
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from fusedops.delta.op import LEAST_GATE
+
+LEAST = tl.constexpr(LEAST_GATE)
+#: Parameters of kernels that are numbers, not pointers.
+NUMBERS = "sequences", "tokens"
 
 
 @triton.jit
@@ -81,12 +86,12 @@ def _gates(gates, t, live, first, end, head, HV: tl.constexpr):
 
 
 @triton.jit
-def _decays(passed, i, TRANSPOSED: tl.constexpr):
+def _decays(passed, i, TRANSPOSED: tl.constexpr, FLOAT: tl.constexpr):
     """Return Γ of differences of γ, or its transpose; the other triangle is zero."""
     row, column = i[:, None], i[None, :]
     inside = row <= column if TRANSPOSED else row >= column
     # Infinity before the exponential, which would overflow for tokens to come.
-    return tl.exp(tl.where(inside, passed, float("-inf")))
+    return tl.exp(tl.where(inside, passed, float("-inf")).to(FLOAT))
 
 
 @triton.jit
@@ -116,8 +121,7 @@ def _inverse(matrix, i, SIZE: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _gate(g, live, FLOAT: tl.constexpr):
-    """Load gates; one below the least number is none, and in a sum would swallow the others."""
-    LEAST: tl.constexpr = -746.0 if FLOAT == tl.float64 else -104.0
+    """Load gates; one below the least number's logarithm would swallow others in a sum."""
     value = tl.load(g, mask=live, other=0.0).to(FLOAT)
     return tl.where(value < LEAST, LEAST, value)
 
@@ -131,7 +135,7 @@ def solve(
 ):  # fmt: skip
     """Write γ and (1 + O β)⁻¹; or (1 + Oᵀ β)⁻¹, and its product with scale (q kᵀ Γ)ᵀ.
 
-    Blocks are those of tokens t, a chunk's first half, of tokens u, its second, and of both.
+    t are the tokens of the chunk's first half, u those of its second.
     """
     H: tl.constexpr = HV // GROUP
     HALF: tl.constexpr = C // 2
@@ -142,8 +146,8 @@ def solve(
     i = tl.arange(0, HALF)
     t, u = first + i, first + HALF + i
     t_live, u_live = t < end, u < end
-    t_gamma = _gate(g + t * HV + head, t_live, FLOAT)
-    u_gamma = _gate(g + u * HV + head, u_live, FLOAT)
+    t_gamma = _gate(g + t * HV + head, t_live, gates.dtype.element_ty)
+    u_gamma = _gate(g + u * HV + head, u_live, gates.dtype.element_ty)
     u_gamma = tl.cumsum(u_gamma, 0) + tl.sum(t_gamma, 0)
     t_gamma = tl.cumsum(t_gamma, 0)
     tl.store(gates + t * HV + head, t_gamma, mask=t_live)
@@ -152,13 +156,13 @@ def solve(
     u_beta = tl.load(beta + u * HV + head, mask=u_live, other=0.0).to(FLOAT)
     # Rows are earlier tokens than columns in the transpose, and later ones without it.
     if BACK:
-        t_decays = _decays(t_gamma[None, :] - t_gamma[:, None], i, True)
-        u_decays = _decays(u_gamma[None, :] - u_gamma[:, None], i, True)
-        decays = tl.exp(u_gamma[None, :] - t_gamma[:, None])
+        t_decays = _decays(t_gamma[None, :] - t_gamma[:, None], i, True, FLOAT)
+        u_decays = _decays(u_gamma[None, :] - u_gamma[:, None], i, True, FLOAT)
+        decays = tl.exp((u_gamma[None, :] - t_gamma[:, None]).to(FLOAT))
     else:
-        t_decays = _decays(t_gamma[:, None] - t_gamma[None, :], i, False)
-        u_decays = _decays(u_gamma[:, None] - u_gamma[None, :], i, False)
-        decays = tl.exp(u_gamma[:, None] - t_gamma[None, :])
+        t_decays = _decays(t_gamma[:, None] - t_gamma[None, :], i, False, FLOAT)
+        u_decays = _decays(u_gamma[:, None] - u_gamma[None, :], i, False, FLOAT)
+        decays = tl.exp((u_gamma[:, None] - t_gamma[None, :]).to(FLOAT))
     of_t, of_u = tl.zeros([HALF, HALF], FLOAT), tl.zeros([HALF, HALF], FLOAT)
     of_both = tl.zeros([HALF, HALF], FLOAT)
     for start in range(0, K, KEYS):
@@ -235,7 +239,8 @@ def prepare(
     i = tl.arange(0, C)
     t, live = first + i, first + i < end
     gamma, total = _gates(gates, t, live, first, end, head, HV)
-    factor = tl.exp(total - gamma) if mixed is not None else -tl.exp(gamma)
+    since, rest = tl.exp(gamma.to(FLOAT)), tl.exp((total - gamma).to(FLOAT))
+    factor = rest if mixed is not None else -since
     matrix = _rows(solved, t, live, head, i, HV, C).to(DOT)
     for start in range(0, K, KEYS):
         key = start + tl.arange(0, KEYS)
@@ -258,9 +263,10 @@ def walk(
     C: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, STEPS: tl.constexpr,
     FLOAT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Walk along a sequence with a part of its state, and complete m; with dout back, and w.
+    """Walk along a sequence with columns of its state, and add the state's part to m.
 
-    States are kept as the walk enters chunks. STEPS chunks are given to the interpreter, which
+    With dout the walk goes back with the state's cotangent, and adds its part to w. States are kept
+    as the walk enters chunks. STEPS chunks are given to the interpreter, which
     can't turn a number into a range.
     """
     H: tl.constexpr = HV // GROUP
@@ -295,13 +301,14 @@ def walk(
         across = _rows(response, t, live, head, key, HV, K).to(DOT)
         rows += tl.dot(across, S.to(DOT), input_precision=PRECISION)
         _store_rows(found, rows, t, live, head, value, HV, V)
-        factor = b * tl.exp(total - gamma) if dout is None else -b * tl.exp(gamma)
+        since, rest = tl.exp(gamma.to(FLOAT)), tl.exp((total - gamma).to(FLOAT))
+        factor = b * rest if dout is None else -b * since
         rows = (factor[:, None] * rows).to(DOT)
         keys = _rows(k, t, live, head // GROUP, key, H, K).to(DOT)
-        S = _add(tl.trans(keys), rows, S * tl.exp(total), PRECISION)
+        S = _add(tl.trans(keys), rows, S * tl.exp(total.to(FLOAT)), PRECISION)
         if dout is not None:
             rows = _rows(dout, t, live, head, value, HV, V).to(FLOAT)
-            rows = (SCALE * tl.exp(gamma)[:, None] * rows).to(DOT)
+            rows = (SCALE * since[:, None] * rows).to(DOT)
             queries = _rows(q, t, live, head // GROUP, key, H, K).to(DOT)
             S = _add(tl.trans(queries), rows, S, PRECISION)
     if final is not None:
@@ -337,9 +344,11 @@ def read(
         attention = _add(keys, queries, attention, PRECISION)
     gamma, _ = _gates(gates, t, live, first, end, head, HV)
     b = tl.load(beta + t * HV + head, mask=live, other=0.0).to(FLOAT)
-    attention = (b[:, None] * attention * _decays(gamma[None, :] - gamma[:, None], i, True)).to(DOT)
+    decays = b[:, None] * _decays(gamma[None, :] - gamma[:, None], i, True, FLOAT)
+    attention = (attention * decays).to(DOT)
     rows = tl.trans(_rows(missed, t, live, head, value, HV, V).to(DOT))
-    rows = _add(rows, attention, tl.exp(gamma)[None, :] * across, PRECISION)
+    across *= tl.exp(gamma.to(FLOAT))[None, :]
+    rows = _add(rows, attention, across, PRECISION)
     _store_rows(out, SCALE * tl.trans(rows), t, live, head, value, HV, V)
 
 
@@ -375,11 +384,12 @@ def gradients(
             _store_rows(dv, b[:, None] * w, t, live, head, value, HV, V)
     if dbeta is not None:
         tl.store(dbeta + t * HV + head, db.to(dbeta.dtype.element_ty), mask=live)
-    decays = b[None, :] * _decays(gamma[:, None] - gamma[None, :], i, False)
+    decays = b[None, :] * _decays(gamma[:, None] - gamma[None, :], i, False, FLOAT)
     dattention = (SCALE * dattention * decays).to(DOT)
     doverlap = -b[:, None] * doverlap * decays
     doverlap = tl.where(i[:, None] == i[None, :], 0.0, doverlap).to(DOT)
-    since, rest = tl.exp(gamma)[None, :], (b * tl.exp(total - gamma))[None, :]
+    since = tl.exp(gamma.to(FLOAT))[None, :]
+    rest = (b * tl.exp((total - gamma).to(FLOAT)))[None, :]
     # Cotangents of γ, and of its last.
     dgamma, dlast, dtotal = tl.zeros([C], FLOAT), tl.zeros([C], FLOAT), tl.zeros([KEYS], FLOAT)
     for start in range(0, K, KEYS):
@@ -414,6 +424,6 @@ def gradients(
         if dk is not None:
             _store_rows(dk, tl.trans(written + known), t, live, head, key, HV, K)
     if dg is not None:
-        last = tl.sum(dlast, 0) + tl.exp(total) * tl.sum(dtotal, 0)
+        last = tl.sum(dlast, 0) + tl.exp(total.to(FLOAT)) * tl.sum(dtotal, 0)
         found = tl.cumsum(dgamma, 0, reverse=True) + last
         tl.store(dg + t * HV + head, found.to(dg.dtype.element_ty), mask=live)

@@ -1,13 +1,13 @@
-"""The gated delta rule on the GPU: decoding token by token, and many tokens in chunks.
+"""The gated delta rule on the GPU: a few tokens one by one, and many in chunks.
 
-Columns of a state don't depend on each other. So a program that decodes keeps a few of them in
-registers, and takes one token after the other. With more tokens the kernels of chunks.py serve,
-which make products of matrices on tensor cores: of 16-bit floats with sums in float32, of float16
-in tf32, which has its digits and the range of states, and of float32 in float32's digits.
+Columns of a state don't depend on each other. So a program that takes token after token keeps a few
+of them in registers. With more tokens the kernels of chunks.py serve, which make products of
+matrices on tensor cores: of bfloat16 with sums in float32, of float16 in tf32, which has its digits
+and the range of states, of float32 in float32's digits, and of float64.
 
-Operations of B·T·HV·K·V entries: decoding 7; in chunks of C tokens forward 6, backward 20, and as
-many with C instead of K or V. Bytes beside the arrays: in chunks two arrays of the size of k and v
-for every head of v, and a state for every chunk; backward twice that.
+Operations, times B·T·HV·K·V: token by token 7; in chunks forward 6, backward 20, and for the tokens
+of a chunk among each other some of B·T·HV·C·(K + V). Arrays beside the arguments, by B·T·HV
+numbers: K + V + C, backward twice that and C; of states K·V / C, backward twice that.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gpukern.precision import of_float32
 # Entries of a state, in float32, that a program takes in a walk along tokens, unless an axis is
 # long; and entries for which it has a further warp.
 _WALK, _MOST = 1024, 2048
-# The fewest tokens that are worth chunks, and the fewest of a chunk.
+# The most tokens of a sequence that go one by one, and the fewest of a chunk.
 _FEW = _LEAST = 32
 
 
@@ -152,6 +152,8 @@ TILES = {
 }
 # The most tokens of a chunk, and the most values of a walk, and its warps.
 _TOKENS, _WALKED, _WARPS = {2: 64, 4: 32, 8: 32}, {2: 64, 4: 16, 8: 16}, {2: 4, 4: 2, 8: 2}
+# The most entries of a state that a walk takes, unless an axis is long, and the most keys.
+_STATE, _LONG = 8192, 512
 # Bytes of shared memory that a walk may take: on Hopper and B200, and on small GPUs.
 _SHARED = {False: 200 << 10, True: 90 << 10}
 
@@ -193,7 +195,6 @@ class _Chunks:
     """A call in chunks: its contiguous arrays, sizes, and the types of its products."""
 
     def __init__(self, a: Any) -> None:
-        self.q, self.k, self.v, self.g, self.beta = (x.contiguous() for x in a[:5])
         (self.B, self.T, H, self.K), (self.HV, self.V) = a.q.shape, a.v.shape[2:]
         self.count, self.starts, self.listed = _sequences(a)
         self.device, kind = a.q.device, promoted(a[:3])
@@ -201,11 +202,15 @@ class _Chunks:
         #: The dtype of arrays that products read.
         self.kept = kind if kind == torch.bfloat16 else self.float
         self.tiles = TILES[self.kept.itemsize]
-        self.keys, self.walked = power(self.K, 16), self._walked()
+        self.keys = power(self.K, 16)
+        self.walked = self._walked()
         #: The tokens of a chunk: none where a walk lacks shared memory.
         self.tokens = _TOKENS[self.kept.itemsize]
         while self.tokens and not self.stages(self.tokens):
             self.tokens = self.tokens // 2 if self.tokens > _LEAST else 0
+        if not self.tokens:
+            return
+        self.q, self.k, self.v, self.g, self.beta = (x.contiguous() for x in a[:5])
         # float16 lacks the range of states.
         precision = "ieee" if kind == torch.float64 else "tf32"
         if kind == torch.float32:
@@ -215,26 +220,30 @@ class _Chunks:
         dot = self.kept if a.q.is_cuda else self.float
         self.types = types[self.float], types[dot], precision
         self.sizes = self.K, self.V, self.HV, self.HV // H, a.scale, self.tokens
-        self.parts = CHUNK // max(self.tokens, 1)
+        self.parts = CHUNK // self.tokens
         if self.listed is None:
-            self.number = self.B * -(-self.T // max(self.tokens, 1))
+            self.number = self.B * -(-self.T // self.tokens)
         else:
             self.number = len(self.listed) * self.parts
 
     def _walked(self) -> int:
         """Return the values that a program of a walk takes; few if programs are few."""
         values = min(_WALKED[self.kept.itemsize], power(self.V, 16))
+        values = min(values, max(16, _STATE // self.keys))
         there = processors(self.device)
         while values > 16 and self.count * self.HV * -(-self.V // values) < there:
             values //= 2
         return values
 
     def stages(self, tokens: int) -> int:
-        """Return the stages of a walk, with rows of three arrays of keys and two of values."""
+        """Return the stages of a walk; none if its factors lack shared memory."""
         itemsize = self.kept.itemsize
         room = _SHARED[is_small(self.device)] - itemsize * self.keys * self.walked
-        most = room // (itemsize * tokens * (3 * self.keys + 2 * self.walked))
-        return max(0, min(3, most))
+        if self.keys > _LONG or room < itemsize * tokens * self.keys:
+            return 0
+        # Several have the rows of three arrays of keys and of two of values each.
+        each = itemsize * tokens * (3 * self.keys + 2 * self.walked)
+        return max(1, min(3, room // each))
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype or self.kept, device=self.device)
@@ -243,8 +252,9 @@ class _Chunks:
         return self.empty(self.B, self.T, self.HV, size)
 
     def gates(self) -> torch.Tensor:
-        """Return room for the sums of gates within every chunk."""
-        return self.empty(self.B, self.T, self.HV, dtype=self.float)
+        """Return room for the sums of gates, which have more digits than their differences need."""
+        dtype = torch.float32 if self.kept == torch.bfloat16 else torch.float64
+        return self.empty(self.B, self.T, self.HV, dtype=dtype)
 
     def states(self) -> torch.Tensor:
         """Return room for the state of every chunk."""
@@ -299,17 +309,18 @@ class _Chunks:
 
 @functools.cache
 def _launcher(name: str, vectors: bool, warps: int, stages: int) -> Launcher:
-    """Return the launcher of a kernel, whose pointers may be those of vectors."""
+    """Return the launcher of a kernel; for vectors all pointers are multiples of 16 bytes."""
     function = getattr(chunks, name)
-    pointers = list(inspect.signature(function).parameters) if vectors else ()
+    pointers = {*inspect.signature(function).parameters} - {*chunks.NUMBERS} if vectors else ()
     return Launcher(kernel_of_any_size(function, pointers), warps, stages=stages)
 
 
 @register("gated_delta_rule", "triton")
 def gated_delta_rule(a: Any, y: Any) -> None:
-    call = _Chunks(a) if a.q.shape[1] > _FEW and a.v.numel() else None
+    count, starts, _ = _sequences(a)
+    many = a.q.shape[0] * a.q.shape[1] > _FEW * count
+    call = _Chunks(a) if many and a.v.numel() else None
     if call is None or not call.tokens:
-        count, starts, _ = _sequences(a)
         _walk_along(a, count, starts, a.initial_state, y.out, y.final_state)
         return
     gates = call.gates()
@@ -325,7 +336,7 @@ def gated_delta_rule(a: Any, y: Any) -> None:
 @register("gated_delta_rule_vjp", "triton")
 def gated_delta_rule_vjp(a: Any, y: Any) -> None:
     call, dout = _Chunks(a), a.dout.contiguous()
-    if not call.tokens or not (a.v.numel() and a.q.numel()):
+    if not (call.tokens and a.v.numel()):
         for made, value in zip(y, delta_vjp.formula(a), strict=True):
             if made is not None:
                 made.copy_(value)

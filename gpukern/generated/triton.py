@@ -517,7 +517,7 @@ def dynamic_conv_generated_vjp(a: Any, y: Any) -> None:
 
 
 def _pull_in_parts(call: _Call, y: Any, pull: Callable[..., None]) -> None:
-    """Fill the cotangents of the generator from parts of the kernels' cotangents, by torch."""
+    """Fill the cotangents of the generator from parts of the kernels' cotangents."""
     D, W, H, tokens = call.D, call.W, call.H, call.tokens
     each = max(_FEW // (D * W), ceil(tokens, _PARTS))
     each = ceil(tokens, ceil(tokens, max(each, 1)))
