@@ -59,6 +59,20 @@ def _chunk(
 
 
 @triton.jit
+def _tokens(
+    starts, chunks, sequences, tokens, TILES: tl.constexpr, HV: tl.constexpr, C: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Return a program's tile of values and head, and its chunk, its tokens, and which are live."""
+    program = tl.program_id(0)
+    head = (program // TILES % HV).to(tl.int64)
+    number = (program // (TILES * HV)).to(tl.int64)
+    first, end, row = _chunk(number, starts, chunks, sequences, tokens, C, PARTS)
+    t = first + tl.arange(0, C)
+    return program % TILES, head, first, end, row, t, t < end
+
+
+@triton.jit
 def _rows(x, t, live, head, column, HEADS: tl.constexpr, SIZE: tl.constexpr):
     """Load some columns of a head's rows of an array (tokens, HEADS, SIZE)."""
     at = x + (t * HEADS + head)[:, None] * SIZE + column[None, :]
@@ -233,11 +247,8 @@ def prepare(
 ):  # fmt: skip
     """Write m without a state, x being v, or w, x being dout; and the response to a state."""
     H: tl.constexpr = HV // GROUP
-    head = (tl.program_id(0) % HV).to(tl.int64)
-    number = (tl.program_id(0) // HV).to(tl.int64)
-    first, end, _ = _chunk(number, starts, chunks, sequences, tokens, C, PARTS)
+    _, head, first, end, _, t, live = _tokens(starts, chunks, sequences, tokens, 1, HV, C, PARTS)
     i = tl.arange(0, C)
-    t, live = first + i, first + i < end
     gamma, total = _gates(gates, t, live, first, end, head, HV)
     since, rest = tl.exp(gamma.to(FLOAT)), tl.exp((total - gamma).to(FLOAT))
     factor = rest if mixed is not None else -since
@@ -326,12 +337,10 @@ def read(
     """Write the values that a chunk's tokens read, some columns of them."""
     H: tl.constexpr = HV // GROUP
     TILES: tl.constexpr = (V + VALUES - 1) // VALUES
-    value = VALUES * (tl.program_id(0) % TILES) + tl.arange(0, VALUES)
-    head = (tl.program_id(0) // TILES % HV).to(tl.int64)
-    number = (tl.program_id(0) // (TILES * HV)).to(tl.int64)
-    first, end, row = _chunk(number, starts, chunks, sequences, tokens, C, PARTS)
-    i = tl.arange(0, C)
-    t, live = first + i, first + i < end
+    tile, head, first, end, row, t, live = _tokens(
+        starts, chunks, sequences, tokens, TILES, HV, C, PARTS
+    )
+    i, value = tl.arange(0, C), VALUES * tile + tl.arange(0, VALUES)
     # Transposed, as all products here: see the module's docstring.
     across, attention = tl.zeros([VALUES, C], FLOAT), tl.zeros([C, C], FLOAT)
     for start in range(0, K, KEYS):
@@ -362,11 +371,8 @@ def gradients(
 ):  # fmt: skip
     """Write a chunk's cotangents; dq and dk of every head of v."""
     H: tl.constexpr = HV // GROUP
-    head = (tl.program_id(0) % HV).to(tl.int64)
-    number = (tl.program_id(0) // HV).to(tl.int64)
-    first, end, row = _chunk(number, starts, chunks, sequences, tokens, C, PARTS)
+    _, head, first, end, row, t, live = _tokens(starts, chunks, sequences, tokens, 1, HV, C, PARTS)
     i = tl.arange(0, C)
-    t, live = first + i, first + i < end
     gamma, total = _gates(gates, t, live, first, end, head, HV)
     b = tl.load(beta + t * HV + head, mask=live, other=0.0).to(FLOAT)
     dattention, doverlap = tl.zeros([C, C], FLOAT), tl.zeros([C, C], FLOAT)

@@ -39,18 +39,13 @@ if plan.hopper is not None:
 
 
 class Tile(NamedTuple):
-    """Rows and columns of a program, the terms that it adds at once, its warps and stages.
-
-    A `flat` program takes several blocks of channels, and loads one block's operands while it
-    finishes the block before.
-    """
+    """Rows and columns of a program, the terms that it adds at once, its warps and stages."""
 
     rows: int
     columns: int
     terms: int
     warps: int
     stages: int
-    flat: bool = False
 
 
 #: By the bytes of a number. Columns are taps times channels.
@@ -184,26 +179,24 @@ def _forward_kernel(
     H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
     TAPS: tl.constexpr, TERMS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     SILU: tl.constexpr, LEVELS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr,
-    HAS_SHIFT: tl.constexpr, BLOCKS: tl.constexpr, FLAT: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     part = program % parts
     t = (program // parts).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = t < tokens
     sequence, begin, _ = _sequence_of(t, starts, sequences, length, tokens, LEVELS)
-    for number in tl.range(0, BLOCKS, flatten=FLAT):
-        block = part * BLOCKS + number
-        d = block * CHANNELS + tl.arange(0, CHANNELS)
-        taps = _taps(
-            hidden, weight, bias, t, live, block * CHANNELS, H, W, D, ROWS, CHANNELS, TAPS, TERMS,
-            DOT, PRECISION, HAS_BIAS,
-        )  # fmt: skip
-        inputs = _read_all(x, state, t, live, begin, sequence, d, W, D, HAS_STATE)
-        h = _preactivation(taps, inputs, shift, d, W, D, HAS_SHIFT)
-        if SILU:
-            h = silu(h)
-        at = out + t[:, None] * D + d[None, :]
-        tl.store(at, h.to(out.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
+    d = part * CHANNELS + tl.arange(0, CHANNELS)
+    taps = _taps(
+        hidden, weight, bias, t, live, part * CHANNELS, H, W, D, ROWS, CHANNELS, TAPS, TERMS,
+        DOT, PRECISION, HAS_BIAS,
+    )  # fmt: skip
+    inputs = _read_all(x, state, t, live, begin, sequence, d, W, D, HAS_STATE)
+    h = _preactivation(taps, inputs, shift, d, W, D, HAS_SHIFT)
+    if SILU:
+        h = silu(h)
+    at = out + t[:, None] * D + d[None, :]
+    tl.store(at, h.to(out.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
 
 
 def _inputs_kernel(
@@ -214,7 +207,6 @@ def _inputs_kernel(
     SILU: tl.constexpr, LEVELS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr,
     HAS_SHIFT: tl.constexpr, HAS_FINAL: tl.constexpr, WANT_V: tl.constexpr,
     WANT_KERNELS: tl.constexpr, WANT_X: tl.constexpr,
-    BLOCKS: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """Write v, the cotangent before the activation, and the cotangents of kernels and x.
 
@@ -227,44 +219,42 @@ def _inputs_kernel(
     live = t < tokens
     own = (t < stop) & (row < ROWS - W + 1)
     sequence, begin, end = _sequence_of(t, starts, sequences, length, tokens, LEVELS)
-    for number in tl.range(0, BLOCKS, flatten=FLAT):
-        block = part * BLOCKS + number
-        d = block * CHANNELS + tl.arange(0, CHANNELS)
-        inside = (d < D)[None, :]
-        taps = _taps(
-            hidden, weight, bias, t, live, block * CHANNELS, H, W, D, ROWS, CHANNELS, TAPS, TERMS,
-            DOT, PRECISION, HAS_BIAS,
-        )  # fmt: skip
-        at = t[:, None] * D + d[None, :]
-        v = tl.load(dout + at, mask=live[:, None] & inside, other=0.0).to(tl.float32)
-        if SILU or WANT_KERNELS:
-            inputs = _read_all(x, state, t, live, begin, sequence, d, W, D, HAS_STATE)
-        if SILU:
-            h = _preactivation(taps, inputs, shift, d, W, D, HAS_SHIFT)
-            v = tl.where(live[:, None], v * silu_slope(h), 0.0)
-        if WANT_V:
-            tl.store(v_out + at, v.to(v_out.dtype.element_ty), mask=own[:, None] & inside)
-        if WANT_KERNELS:
-            place = dkernels + (t - start)[:, None] * (W * D) + d[None, :]
-            for w in tl.static_range(W):
-                product = (v * inputs[w]).to(dkernels.dtype.element_ty)
-                tl.store(place + w * D, product, mask=own[:, None] & inside)
-        if WANT_X:
-            # Tap w of token t reads input t + w - W + 1: the sums move on by a token for each tap.
-            after = tl.zeros([ROWS, CHANNELS], tl.int32) + tl.minimum(row + 1, ROWS - 1)[:, None]
-            total = tl.zeros([ROWS, CHANNELS], tl.float32)
-            for w in tl.static_range(W):
-                reads = live & (t + (w - W + 1) >= begin)
-                product = tl.where(reads[:, None], v * taps[w], 0.0)
-                if w > 0:
-                    product += tl.gather(total, after, 0)
-                total = product
-            if HAS_FINAL:
-                kept = t - end + W
-                place = (sequence[:, None] * D + d[None, :]) * W + kept[:, None]
-                mask = (own & (kept >= 0))[:, None] & inside
-                total += tl.load(dfinal + place, mask=mask, other=0.0).to(tl.float32)
-            tl.store(dx + at, total.to(dx.dtype.element_ty), mask=own[:, None] & inside)
+    d = part * CHANNELS + tl.arange(0, CHANNELS)
+    inside = (d < D)[None, :]
+    taps = _taps(
+        hidden, weight, bias, t, live, part * CHANNELS, H, W, D, ROWS, CHANNELS, TAPS, TERMS,
+        DOT, PRECISION, HAS_BIAS,
+    )  # fmt: skip
+    at = t[:, None] * D + d[None, :]
+    v = tl.load(dout + at, mask=live[:, None] & inside, other=0.0).to(tl.float32)
+    if SILU or WANT_KERNELS:
+        inputs = _read_all(x, state, t, live, begin, sequence, d, W, D, HAS_STATE)
+    if SILU:
+        h = _preactivation(taps, inputs, shift, d, W, D, HAS_SHIFT)
+        v = tl.where(live[:, None], v * silu_slope(h), 0.0)
+    if WANT_V:
+        tl.store(v_out + at, v.to(v_out.dtype.element_ty), mask=own[:, None] & inside)
+    if WANT_KERNELS:
+        place = dkernels + (t - start)[:, None] * (W * D) + d[None, :]
+        for w in tl.static_range(W):
+            product = (v * inputs[w]).to(dkernels.dtype.element_ty)
+            tl.store(place + w * D, product, mask=own[:, None] & inside)
+    if WANT_X:
+        # Tap w of token t reads input t + w - W + 1: the sums move on by a token for each tap.
+        after = tl.zeros([ROWS, CHANNELS], tl.int32) + tl.minimum(row + 1, ROWS - 1)[:, None]
+        total = tl.zeros([ROWS, CHANNELS], tl.float32)
+        for w in tl.static_range(W):
+            reads = live & (t + (w - W + 1) >= begin)
+            product = tl.where(reads[:, None], v * taps[w], 0.0)
+            if w > 0:
+                product += tl.gather(total, after, 0)
+            total = product
+        if HAS_FINAL:
+            kept = t - end + W
+            place = (sequence[:, None] * D + d[None, :]) * W + kept[:, None]
+            mask = (own & (kept >= 0))[:, None] & inside
+            total += tl.load(dfinal + place, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx + at, total.to(dx.dtype.element_ty), mask=own[:, None] & inside)
 
 
 def _final_kernel(
@@ -425,18 +415,13 @@ class _Call:
         """
         tile, taps = self.tile(name), power(self.W)
         channels = max(1, tile.columns // taps)
-        blocks, tiles = ceil(self.D, channels), ceil(self.tokens, tile.rows)
+        parts, tiles = ceil(self.D, channels), ceil(self.tokens, tile.rows)
         if part:
             tiles = ceil(part[1] - part[0], tile.rows - self.W + 1)
-        each = 1
-        if tile.flat:
-            each = ceil(blocks, max(1, 2 * processors(self.x.device) // tiles))
-        parts = ceil(blocks, each)
         self.launch(
             name, tile, tiles * parts, arrays, (*self.sizes(parts), *part),
             self.H, self.W, self.D, tile.rows, channels, taps, tile.terms, *self.products(),
             self.silu, self.levels, *self.flags(self.bias, self.state, self.shift), *flags,
-            each, tile.flat,
         )  # fmt: skip
 
 
