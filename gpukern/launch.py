@@ -44,6 +44,13 @@ def power(n: int, least: int = 1) -> int:
     return max(least, 1 << (n - 1).bit_length())
 
 
+def begin_vectors(arrays: Sequence[Any]) -> bool:
+    """Return whether a kernel may be compiled for arrays that begin with a vector of 16 bytes."""
+    aligned = not any([array is not None and array.data_ptr() % 16 for array in arrays])
+    # On HIP, specializing a pointer fixes more than its alignment.
+    return aligned and torch.version.hip is None
+
+
 @functools.cache
 def processors(device: Any) -> int:
     """Return the number of multiprocessors; two for the interpreter."""

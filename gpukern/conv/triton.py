@@ -26,7 +26,7 @@ from fusedops._frame.check import promoted
 from fusedops._frame.registry import register
 from fusedops.conv.plan import CHUNK
 from gpukern.activations import silu, silu_slope
-from gpukern.launch import Launcher, kernel_of_any_size, wide
+from gpukern.launch import Launcher, begin_vectors, kernel_of_any_size, wide
 
 # Warps of a program, and taps of a channel whose loads are in flight together.
 _WARPS, _TAPS = 4, 32
@@ -500,9 +500,7 @@ def _aligned(width: int, channels: int, strides: Sequence[int], arrays: Sequence
         width == 4
         and not channels % _UNIT
         and not any([stride % _UNIT for stride in strides])
-        and not any([array.data_ptr() % 16 for array in arrays])
-        # On HIP, specializing a pointer fixes more than its alignment.
-        and torch.version.hip is None
+        and begin_vectors(arrays)
     )
 
 

@@ -93,6 +93,13 @@ def _tile(states, row, head, key, value, HV: tl.constexpr, K: tl.constexpr, V: t
 
 
 @triton.jit
+def _state(states, row, live, head, key, value, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
+    """Load a part of a chunk's state."""
+    there = ((key < K) & live)[:, None] & (value < V)[None, :]
+    return tl.load(_tile(states, row, head, key, value, HV, K, V), mask=there, other=0.0)
+
+
+@triton.jit
 def _gates(gates, t, live, first, end, head, HV: tl.constexpr):
     """Load a chunk's γ, and the last one, which tokens past the end have too."""
     total = tl.load(gates + (end - 1) * HV + head, mask=first < end, other=0.0)
@@ -145,7 +152,7 @@ def solve(
     sequences, tokens,
     K: tl.constexpr, V: tl.constexpr, HV: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr,
     C: tl.constexpr, PARTS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-    EXACT: tl.constexpr, FLOAT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    FLOAT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write γ and (1 + O β)⁻¹; or (1 + Oᵀ β)⁻¹, and its product with scale (q kᵀ Γ)ᵀ.
 
@@ -189,14 +196,14 @@ def solve(
             of_both = _add(t_keys, tl.trans(u_keys), of_both, PRECISION)
         else:
             of_both = _add(u_keys, tl.trans(t_keys), of_both, PRECISION)
-    of_t = _inverse(of_t * t_decays * t_beta[None, :], i, HALF, EXACT)
-    of_u = _inverse(of_u * u_decays * u_beta[None, :], i, HALF, EXACT)
+    of_t = _inverse(of_t * t_decays * t_beta[None, :], i, HALF, PRECISION)
+    of_u = _inverse(of_u * u_decays * u_beta[None, :], i, HALF, PRECISION)
     if BACK:
-        of_both = tl.dot(of_both * decays * u_beta[None, :], of_u, input_precision=EXACT)
-        of_both = -tl.dot(of_t, of_both, input_precision=EXACT)
+        of_both = tl.dot(of_both * decays * u_beta[None, :], of_u, input_precision=PRECISION)
+        of_both = -tl.dot(of_t, of_both, input_precision=PRECISION)
     else:
-        of_both = tl.dot(of_both * decays * t_beta[None, :], of_t, input_precision=EXACT)
-        of_both = -tl.dot(of_u, of_both, input_precision=EXACT)
+        of_both = tl.dot(of_both * decays * t_beta[None, :], of_t, input_precision=PRECISION)
+        of_both = -tl.dot(of_u, of_both, input_precision=PRECISION)
     _store_blocks(solved, of_t, of_u, of_both, t, u, t_live, u_live, head, i, HV, C, BACK)
     if BACK:
         t_mixed, u_mixed = tl.zeros([HALF, HALF], FLOAT), tl.zeros([HALF, HALF], FLOAT)
@@ -277,8 +284,8 @@ def walk(
     """Walk along a sequence with columns of its state, and add the state's part to m.
 
     With dout the walk goes back with the state's cotangent, and adds its part to w. States are kept
-    as the walk enters chunks. STEPS chunks are given to the interpreter, which
-    can't turn a number into a range.
+    as the walk enters chunks. STEPS chunks are given to the interpreter, which can't turn a number
+    into a range.
     """
     H: tl.constexpr = HV // GROUP
     TILES: tl.constexpr = (V + VALUES - 1) // VALUES
@@ -347,8 +354,7 @@ def read(
         key = start + tl.arange(0, KEYS)
         queries = tl.trans(_rows(q, t, live, head // GROUP, key, H, K).to(DOT))
         keys = _rows(k, t, live, head // GROUP, key, H, K).to(DOT)
-        there = ((key < K) & (first < end))[:, None] & (value < V)[None, :]
-        S = tl.load(_tile(states, row, head, key, value, HV, K, V), mask=there, other=0.0)
+        S = _state(states, row, first < end, head, key, value, HV, K, V)
         across = _add(tl.trans(S.to(DOT)), queries, across, PRECISION)
         attention = _add(keys, queries, attention, PRECISION)
     gamma, _ = _gates(gates, t, live, first, end, head, HV)
@@ -408,9 +414,8 @@ def gradients(
             do = _rows(dout, t, live, head, value, HV, V).to(DOT)
             m = _rows(missed, t, live, head, value, HV, V).to(DOT)
             w = _rows(pulled, t, live, head, value, HV, V).to(DOT)
-            there = ((key < K) & (first < end))[:, None] & (value < V)[None, :]
-            S = tl.load(_tile(states, row, head, key, value, HV, K, V), mask=there, other=0.0)
-            dS = tl.load(_tile(dstates, row, head, key, value, HV, K, V), mask=there, other=0.0)
+            S = _state(states, row, first < end, head, key, value, HV, K, V)
+            dS = _state(dstates, row, first < end, head, key, value, HV, K, V)
             dtotal += tl.sum(S.to(FLOAT) * dS.to(FLOAT), 1)
             from_state = _add(S.to(DOT), tl.trans(do), from_state, PRECISION)
             known = _add(S.to(DOT), tl.trans(w), known, PRECISION)

@@ -26,7 +26,15 @@ from fusedops.conv.plan import CHUNK
 from fusedops.delta.op import delta_vjp
 from gpukern.delta import chunks
 from gpukern.delta.chunks import sequence_of
-from gpukern.launch import Launcher, is_small, kernel_of_any_size, power, processors, wide
+from gpukern.launch import (
+    Launcher,
+    begin_vectors,
+    is_small,
+    kernel_of_any_size,
+    power,
+    processors,
+    wide,
+)
 from gpukern.precision import of_float32
 
 # Entries of a state, in float32, that a program takes in a walk along tokens, unless an axis is
@@ -211,7 +219,7 @@ class _Chunks:
         if not self.tokens:
             return
         self.q, self.k, self.v, self.g, self.beta = (x.contiguous() for x in a[:5])
-        # float16 lacks the range of states.
+        # float16 lacks the range of states. Inverses beside bfloat16 are of tf32, too.
         precision = "ieee" if kind == torch.float64 else "tf32"
         if kind == torch.float32:
             precision = of_float32(self.device)
@@ -264,19 +272,16 @@ class _Chunks:
     def launch(
         self, name: str, programs: int, arrays: Any, integers: Any, constants: Any, *how: int
     ) -> None:
-        given = [array for array in arrays if array is not None]
-        # On HIP, specializing a pointer fixes more than its alignment.
-        vectors = torch.version.hip is None and not any([x.data_ptr() % 16 for x in given])
         dtypes = [None if array is None else array.dtype for array in arrays]
         key = self.device, *dtypes, wide(*integers), *constants
-        launcher = _launcher(name, vectors, *how)
+        launcher = _launcher(name, begin_vectors(arrays), *how)
         launcher(programs * self.HV, key, *arrays, *integers, *constants)
 
-    def launch_chunks(self, name: str, *arrays: Any, tiled: bool = False, also: Any = ()) -> None:
+    def launch_chunks(self, name: str, *arrays: Any, tiled: bool = False) -> None:
         """Launch a kernel for every chunk, or for every tile of a chunk's values."""
         tile = self.tiles[name]
         keys, values = min(tile.keys, self.keys), min(tile.values, power(self.V, 16))
-        constants = *self.sizes, self.parts, keys, values, *also, *self.types
+        constants = *self.sizes, self.parts, keys, values, *self.types
         programs = self.number * -(-self.V // values) if tiled else self.number
         self.launch(
             name, programs, arrays, (self.count, self.T), constants, tile.warps, tile.stages
@@ -288,9 +293,8 @@ class _Chunks:
         mixed = self.of_tokens(self.tokens) if back else None
         response, found = self.of_tokens(self.K), self.of_tokens(self.V)
         chunks = self.starts, self.listed
-        exact = self.types[2] if self.kept != torch.bfloat16 else "tf32"
         given = self.q, self.k, self.g, self.beta, *chunks, gates, solved, mixed
-        self.launch_chunks("solve", *given, also=(exact,))
+        self.launch_chunks("solve", *given)
         given = self.k, x, gates, *chunks, solved, mixed
         self.launch_chunks("prepare", *given, response, found)
         return response, found

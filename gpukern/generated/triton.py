@@ -27,7 +27,7 @@ from fusedops.conv.op import conv_vjp
 from fusedops.generated.op import convolution_of, kernels_of, pull_to_generator
 from gpukern.activations import silu, silu_slope
 from gpukern.conv import triton as conv
-from gpukern.launch import Launcher, kernel_of_any_size, power, processors, wide
+from gpukern.launch import Launcher, begin_vectors, kernel_of_any_size, power, processors, wide
 from gpukern.precision import of_float32
 from gpukern.products import Factor, multiply, sum_over_rows
 from gpukern.trimul import plan
@@ -353,13 +353,7 @@ class _Call:
     ) -> None:
         """Launch a kernel; any tensor stands for one that it doesn't touch."""
         given = [self.starts, *[self.x if array is None else array for array in arrays]]
-        aligned = (
-            not self.D % _UNIT
-            and not self.H % _UNIT
-            and not any([array.data_ptr() % 16 for array in given])
-            # On HIP, specializing a pointer fixes more than its alignment.
-            and torch.version.hip is None
-        )
+        aligned = not (self.D % _UNIT or self.H % _UNIT) and begin_vectors(given)
         warps, stages = (_WARPS, None) if tile is None else (tile.warps, tile.stages)
         key = self.x.device, *[array.dtype for array in given], wide(*integers), *constants
         _launcher(name, aligned, warps, stages)(programs, key, *given, *integers, *constants)
@@ -519,10 +513,10 @@ def _pull_in_parts(call: _Call, y: Any, pull: Callable[..., None]) -> None:
         factor = Factor(dkernels)
         if y.dhidden is not None:
             part = y.dhidden.view(tokens, H)[start:stop]
-            if part.dtype == call.dot:
-                multiply(part, factor, weight, "float32")
-            else:
-                part.copy_(dkernels @ weight)
+            made = part if part.dtype == call.dot else torch.empty_like(part, dtype=call.dot)
+            multiply(made, factor, weight, "float32")
+            if made is not part:
+                part.copy_(made)
         if y.dweight is None and y.dbias is None:
             continue
         if call.dot == torch.float32:

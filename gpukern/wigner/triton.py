@@ -29,7 +29,15 @@ import triton.language as tl
 from fusedops._frame.check import promoted
 from fusedops._frame.registry import register
 from fusedops.wigner.rows import degree_of, function_rows, message_rows
-from gpukern.launch import Launch, Launcher, kernel_of_any_size, launch_all, power, wide
+from gpukern.launch import (
+    Launch,
+    Launcher,
+    begin_vectors,
+    kernel_of_any_size,
+    launch_all,
+    power,
+    wide,
+)
 from gpukern.so2.triton import scale_messages, unscale_messages
 
 # Channels that a program takes, and elements of a warp's tile of edges and channels.
@@ -603,12 +611,7 @@ _place = Launcher(kernel_of_any_size(_place_kernel), 4)
 
 
 def _aligned(channels: int, features: tuple[Any, ...]) -> bool:
-    return (
-        not channels % _UNIT
-        and not any([array is not None and array.data_ptr() % 16 for array in features])
-        # On HIP, specializing a pointer fixes more than its alignment.
-        and torch.version.hip is None
-    )
+    return not channels % _UNIT and begin_vectors(features)
 
 
 def _runs(lmax: int, rows: int) -> list[tuple[int, int]]:
