@@ -202,3 +202,25 @@ def test_wide_kernels_and_float64_are_stored_on_a_gpu(monkeypatch):
 def test_shapes_that_do_not_fit_are_named(change, message):
     with pytest.raises(ValueError, match=f"dynamic_conv_generated: {message}"):
         fusedops.dynamic_conv_generated(**(sample() | change))
+
+
+@needs_triton
+def test_a_thread_of_hopper_finds_all_taps_of_eight_channels():
+    """In a product, threads j of four have columns 8 i + 2 j and 8 i + 2 j + 1."""
+    from fusedops.generated.op import generated
+    from gpukern.generated.triton import _Call
+
+    D, W, H = 128, 4, 3
+    rows = torch.arange(float(D * W))
+    x, hidden = torch.zeros(1, 1, D), torch.zeros(1, 1, H)
+    a = generated.Arguments(x, hidden, rows[:, None].repeat(1, H), rows, None, None, None, "none")
+    call = _Call(a)
+    call.order(True, True)
+    packed = call.packed_bias.view(D // 32, W, 4, 4, 2)
+    for j in range(4):
+        channels = packed[:, :, :, j].reshape(D // 32, W, 8) // W
+        first = 32 * torch.arange(D // 32) + 8 * j
+        assert (channels == (first[:, None] + torch.arange(8))[:, None]).all()
+    assert (packed % W == torch.arange(W)[:, None, None, None]).all()
+    assert (call.packed == call.packed_bias[:, None]).all()
+    assert (call.by_tap == rows.view(D, W).T.reshape(-1, 1)).all()

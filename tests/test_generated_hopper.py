@@ -16,8 +16,6 @@ from gpukern.trimul import plan  # noqa: E402
 if plan.hopper is None:
     pytest.skip("this Triton's Gluon is another", allow_module_level=True)
 
-from gpukern.generated import hopper  # noqa: E402
-
 COMPILE = """
 import inspect
 import triton
@@ -28,16 +26,16 @@ from triton.experimental.gluon import jit
 from gpukern.hopper import SHARED, TILE
 
 for kernel, aligned in hopper.POINTERS.items():
-    constants = dict(H=384, D=3072, SILU=True, SLOTS=hopper.slots(384))
+    constants = dict(H=384, D=3072, SILU=True, SLOTS=hopper.slots(kernel, 384))
     signature, values, attributes = {}, {}, {}
     for at, name in enumerate(inspect.signature(kernel).parameters):
         if name in constants:
             signature[name], values[at,] = "constexpr", constants[name]
         elif name in aligned:
-            signature[name] = "*fp32" if name == "biases" else "*bf16"
+            signature[name] = "*fp32" if name == "sums" else "*bf16"
             attributes[at,] = [["tt.divisibility", 16]]
         elif name in ("hidden", "weight"):
-            shape = [hopper.BOX[kernel] if name == "hidden" else hopper.COLUMNS.value, 64]
+            shape = [hopper.STEP.value if name == "hidden" else hopper.COLUMNS.value, 64]
             signature[name] = f"tensordesc<bf16{shape},{TILE!r}>"
         else:
             signature[name] = "i32"
@@ -58,17 +56,3 @@ def test_kernels_compile(tmp_path):
         [sys.executable, "-c", COMPILE], env=settings, capture_output=True, text=True
     )
     assert done.stdout == "compiled\n", done.stderr
-
-
-def test_a_thread_finds_all_taps_of_eight_channels():
-    """In a product, threads j of four have columns 8 i + 2 j and 8 i + 2 j + 1."""
-    D, W = 128, 4
-    rows = torch.arange(D * W)
-    packed = hopper.packed(rows, D).view(D // 32, W, 4, 4, 2)
-    for j in range(4):
-        channels = packed[:, :, :, j].reshape(D // 32, W, 8) // W
-        first = 32 * torch.arange(D // 32) + 8 * j
-        assert (channels == (first[:, None] + torch.arange(8))[:, None]).all()
-    assert (packed % W == torch.arange(W)[:, None, None, None]).all()
-    matrix = hopper.packed(rows[:, None].expand(-1, 3), D)
-    assert (matrix == packed.reshape(-1, 1)).all()

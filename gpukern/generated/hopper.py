@@ -1,8 +1,10 @@
 """Convolutions with generated kernels, for Hopper's tensor cores.
 
-A program keeps the weight's rows of some channels in shared memory, and goes through tiles of
-tokens. One warp brings hidden, in a ring. Two consumers of four warps each take every second tile,
-in turns: one finishes outputs while the tensor cores work for the other.
+A program takes runs: some channels, whose rows of the weight stay in shared memory, and a chunk of
+tokens. Two or three consumers of four warps multiply in turns: one has the tensor cores, while the
+others finish outputs. One more warp brings hidden, in a ring. Every warp of a consumer
+has a segment of the chunk's tokens, and goes through it from its end, sixteen tokens at a step.
+In the backward, it thus keeps the sums that belong to inputs of tokens before it.
 
 The weight's rows are in such an order that a thread finds all taps of eight neighbouring channels
 in its part of the product, so that it reads and writes vectors.
@@ -10,6 +12,7 @@ in its part of the product, so that it reads and writes vectors.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from triton.experimental import gluon
@@ -18,20 +21,21 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gpukern.hopper import REGISTERS, SHARED, TILE, as_held, load, sigmoid
+from gpukern.trimul.plan import ceil
 
-# Tokens and channels of a tile, and taps of a channel.
-ROWS, CHANNELS, TAPS = map(gl.constexpr, (64, 64, 4))
+# Tokens of a warp and of a consumer at a step, channels of a program, and taps of a channel.
+STEP, ROWS, CHANNELS, TAPS = map(gl.constexpr, (16, 64, 32, 4))
 # Numbers of hidden that pass through shared memory at once.
 CHUNK = gl.constexpr(64)
-# Warps of a consumer.
+# Warps of a consumer, and registers of a thread where there are three: of the second and third one,
+# which leave the first one more, and of the warp that fills the ring.
 WARPS = gl.constexpr(4)
-COLUMNS, HALF = gl.constexpr(CHANNELS.value * TAPS.value), gl.constexpr(CHANNELS.value // 2)
-# In the backward, tokens of a warp's sixteen whose cotangents of x are complete within the warp.
-OWN = gl.constexpr(13)
+_REGISTERS = gl.constexpr((160, 160, 24))
+COLUMNS = gl.constexpr(CHANNELS.value * TAPS.value)
 # The most chunks of hidden in the ring.
 _SLOTS = 12
 
-_PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+_PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 # A thread has vectors of eight channels in two rows, eight apart.
 _OUTPUT = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -42,31 +46,51 @@ _OUTPUT = gl.constexpr(
         [64, 32],
     )
 )
+# The first eight, or the last eight, of every warp's rows.
+_EIGHT = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[8, 0], [16, 0]],
+        [],
+        [32, 32],
+    )
+)
+_SUMS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
-# Four threads hold a row; their second numbers are eight rows below.
+# Four threads hold a row.
 _ROTATE = gl.constexpr(
     """{ .reg .u32 l; .reg .pred p; .reg .b32 s; mov.u32 l, %laneid; setp.lt.u32 p, l, 4;
     selp.b32 s, $2, $1, p; add.u32 l, l, 4; shfl.sync.idx.b32 $0, s, l, 31, -1; }"""
 )
-_DOWN = gl.constexpr("shfl.sync.down.b32 $0, $1, 4, 31, -1;")
 
 
-def slots(H: int) -> int:
-    """Return the chunks of hidden that fit in the ring, beside the weight."""
-    chunks = -(-H // CHUNK.value)
+def slots(kernel: Any, H: int) -> int:
+    """Return the chunks of hidden that fit in the ring, beside the weight and sums."""
+    chunks = ceil(H, CHUNK.value)
+    sums = 4 * CONSUMERS[inputs] * COLUMNS.value * 8 * WARPS.value if kernel is inputs else 0
     # The rest is for barriers.
-    rows = (SHARED - 1024) // (2 * CHUNK.value)
+    rows = (SHARED - 1024 - sums) // (2 * CHUNK.value)
     return min(_SLOTS, (rows - chunks * COLUMNS.value) // ROWS.value)
 
 
-def packed(weight: Any, D: int) -> Any:
-    """Return the weight's rows in the order of the kernel, block after block of channels.
+@functools.cache
+def split(kernel: Any, tokens: int, blocks: int, programs: int) -> tuple[int, int]:
+    """Return the chunks of tokens, and the steps of their segments, that end first.
 
-    A block has two halves of its channels, and each of these its taps. There, column 8 i + 2 j + k
-    has channel 8 j + 2 i + k.
+    In the backward, segments overlap. A run's weight takes about as long as a step.
     """
-    rows = weight.view(D // HALF.value, 4, 4, 2, TAPS.value, *weight.shape[1:])
-    return rows.transpose(1, 2).movedim(4, 1).reshape(weight.shape)
+    overlap = TAPS.value - 1 if kernel is inputs else 0
+
+    def steps(chunks: int) -> int:
+        segments = chunks * CONSUMERS[kernel] * WARPS.value
+        return ceil(ceil(tokens, segments) + overlap, STEP.value)
+
+    def time(chunks: int) -> int:
+        return ceil(chunks * blocks, programs) * (steps(chunks) + 1)
+
+    chunks = min(range(1, programs + 1), key=time)
+    return chunks, steps(chunks)
 
 
 def described(array: Any, rows: int) -> Any:
@@ -83,29 +107,53 @@ def _halves(x):
 
 @gluon.jit
 def _taps(x):
-    """Return the taps in half of a product's columns, by channel, where they are."""
+    """Return the taps in a product's columns, by channel, where they are."""
     one, two = _halves(x)
     columns = _halves(one) + _halves(two)
     taps = ()
     for w in gl.static_range(TAPS):
         by = gl.permute(gl.reshape(columns[w], (ROWS, 4, 4, 2)), (0, 2, 1, 3))
-        by = gl.convert_layout(gl.reshape(by, (ROWS, HALF)), _OUTPUT, assert_trivial=True)
+        by = gl.convert_layout(gl.reshape(by, (ROWS, CHANNELS)), _OUTPUT, assert_trivial=True)
         taps = taps + (by,)
     return taps
 
 
 @gluon.jit
-def _items(items):
-    """Return the first item of a program, and the first behind its last."""
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    each, more = items // programs, items % programs
-    first = program * each + gl.minimum(program, more)
-    return first, first + each + (program < more).to(gl.int32)
+def _eights(x):
+    """Return the first and the last eight of every warp's rows."""
+    by = gl.permute(gl.reshape(x, (WARPS, 2, 8, CHANNELS)), (0, 2, 3, 1))
+    one, two = gl.split(by)
+    one, two = gl.reshape(one, (8 * WARPS, CHANNELS)), gl.reshape(two, (8 * WARPS, CHANNELS))
+    return (
+        gl.convert_layout(one, _EIGHT, assert_trivial=True),
+        gl.convert_layout(two, _EIGHT, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def _joined(first, last):
+    """Return the rows of which these are the first and the last eight of every warp."""
+    by = gl.reshape(gl.join(first, last), (WARPS, 8, CHANNELS, 2))
+    by = gl.reshape(gl.permute(by, (0, 3, 1, 2)), (ROWS, CHANNELS))
+    return gl.convert_layout(by, _OUTPUT, assert_trivial=True)
+
+
+@gluon.jit
+def _next(eight, above):
+    """Return the next row of each of eight; the last one's is the first of those above."""
+    # All threads of a warp must take part.
+    return gl.inline_asm_elementwise(_ROTATE, "=f,f,f", [eight, above], gl.float32, False, 1)
+
+
+@gluon.jit
+def _moved(rows, by, width: gl.constexpr):
+    """Return the pointer to rows that begin so many later."""
+    return rows + by.to(gl.int64) * width
 
 
 @gluon.jit
 def _started(biases, block):
-    """Return the biases of a tile's product, or zeros."""
+    """Return the biases of a product, or zeros."""
     value = gl.zeros((ROWS, COLUMNS), gl.float32, _PRODUCT)
     if biases is not None:
         column = gl.arange(0, COLUMNS, gl.SliceLayout(0, _PRODUCT))
@@ -116,23 +164,21 @@ def _started(biases, block):
 
 @gluon.jit
 def _product(
-    value, use, places, item, first, tiles, begun,
-    CONSUMER: gl.constexpr, SLOTS: gl.constexpr,
+    value, use, places, runs, done,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Return a tile's product, when it is this consumer's turn.
+    """Return a step's product, when it is this consumer's turn.
 
-    The tile is an item of the program, whose first one is `first`, and the consumer's begun-th. Of
-    all items, `tiles` in a row have one block of channels.
+    The step is the consumer's done-th of a program, in the runs-th run.
     """
     weights, ring, ready, full, empty, turns = places
     CHUNKS: gl.constexpr = weights.shape[0]
-    # The tile's first chunk in the ring, and the number of its block in the program.
-    n = (item - first) * CHUNKS
-    blocks = item // tiles - first // tiles
-    hopper.mbarrier.wait(turns.index(CONSUMER), (begun & 1) ^ (1 - CONSUMER))
-    # Wait for the weight only after the other's tile: before, the barrier may still be in the phase
-    # of the previous block, whose weight would be taken for this one.
-    hopper.mbarrier.wait(ready, blocks & 1)
+    FIRST: gl.constexpr = 1 if CONSUMER == 0 else 0
+    n = (done * CONSUMERS + CONSUMER) * CHUNKS
+    hopper.mbarrier.wait(turns.index(CONSUMER), (done & 1) ^ FIRST)
+    # Wait for the weight only after the other's step: before, the barrier may still be in the phase
+    # of the previous run, whose weight would be taken for this one.
+    hopper.mbarrier.wait(ready, runs & 1)
     for k in gl.static_range(CHUNKS):
         slot = (n + k) % SLOTS
         hopper.mbarrier.wait(full.index(slot), ((n + k) // SLOTS) & 1)
@@ -143,7 +189,7 @@ def _product(
         if k > 0:
             value = hopper.warpgroup_mma_wait(1, deps=[value])
             hopper.mbarrier.arrive(empty.index((n + k - 1) % SLOTS), count=1)
-    hopper.mbarrier.arrive(turns.index(1 - CONSUMER), count=1)
+    hopper.mbarrier.arrive(turns.index((CONSUMER + 1) % CONSUMERS), count=1)
     value = hopper.warpgroup_mma_wait(0, deps=[value])
     hopper.mbarrier.arrive(empty.index((n + CHUNKS - 1) % SLOTS), count=1)
     return value
@@ -173,141 +219,159 @@ def _preactivation(taps, inputs, shift):
 @gluon.jit
 def _consume(
     given, places,
-    CONSUMER: gl.constexpr, D: gl.constexpr, SILU: gl.constexpr, SLOTS: gl.constexpr,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, SILU: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Write every second tile of a program."""
-    x, biases, shift, out, length, tokens = given
-    tiles = (tokens + ROWS - 1) // ROWS
-    first, stop = _items(tiles * (D // CHANNELS))
+    """Write the outputs of a consumer."""
+    x, biases, shift, out, length, tokens, chunks, steps = given
     row = gl.arange(0, ROWS, gl.SliceLayout(1, _OUTPUT))
-    channel = gl.arange(0, HALF, gl.SliceLayout(0, _OUTPUT))
-    begun = 0
-    for item in range(first + CONSUMER, stop, 2):
-        block = item // tiles
-        t = item % tiles * ROWS + row
-        live = t < tokens
-        p = t % length
+    channel = gl.arange(0, CHANNELS, gl.SliceLayout(0, _OUTPUT))
+    own = steps * STEP
+    segment = (CONSUMER * WARPS + row // STEP) * own
+    done, runs = 0, 0
+    for run in range(gl.program_id(0), chunks * (D // CHANNELS), gl.num_programs(0)):
+        block = run % (D // CHANNELS)
         d = block * CHANNELS + channel
-        at = t.to(gl.int64)[:, None] * D + d[None, :]
-        value = _started(biases, block)
-        inputs = _inputs(x, at, live, p, D), _inputs(x, at + HALF, live, p, D)
-        value = _product(
-            value, biases is not None, places, item, first, tiles, begun, CONSUMER, SLOTS
-        )
-        halves = _halves(value)
-        for half in gl.static_range(2):
-            here = None if shift is None else shift + d + half * HALF
-            h = _preactivation(_taps(halves[half]), inputs[half], here)
+        begin = run // (D // CHANNELS) * (CONSUMERS * WARPS * own)
+        x_here, out_here = _moved(x, begin, D), _moved(out, begin, D)
+        for step in range(steps):
+            within = segment + (steps - 1 - step) * STEP + row % STEP
+            t = begin + within
+            live = t < tokens
+            p = t % length
+            at = within[:, None] * D + d[None, :]
+            value = _started(biases, block)
+            inputs = _inputs(x_here, at, live, p, D)
+            value = _product(
+                value, biases is not None, places, runs, done, CONSUMER, CONSUMERS, SLOTS
+            )
+            here = None if shift is None else shift + d
+            h = _preactivation(_taps(value), inputs, here)
             if SILU:
                 # The sum may have overflowed.
                 h = gl.where(h == -float("inf"), 0.0, h * sigmoid(h))
-            gl.store(out + at + half * HALF, h.to(out.dtype.element_ty), mask=live[:, None])
-        begun += 1
-
-
-@gluon.jit
-def _shifted(x):
-    """Return every row's next row, among sixteen of a warp; the last has no next row."""
-    by = gl.permute(gl.reshape(x, (WARPS, 2, 8, HALF)), (0, 2, 3, 1))
-    even, odd = gl.split(by)
-    # All threads of a warp must take part.
-    low = gl.inline_asm_elementwise(_ROTATE, "=f,f,f", [even, odd], gl.float32, False, 1)
-    high = gl.inline_asm_elementwise(_DOWN, "=f,f", [odd], gl.float32, False, 1)
-    by = gl.permute(gl.join(low, high), (0, 3, 1, 2))
-    return gl.convert_layout(gl.reshape(by, (ROWS, HALF)), _OUTPUT, assert_trivial=True)
+            gl.store(out_here + at, h.to(out.dtype.element_ty), mask=live[:, None])
+            done += 1
+        runs += 1
 
 
 @gluon.jit
 def _pull(
-    given, places,
-    CONSUMER: gl.constexpr, D: gl.constexpr, SILU: gl.constexpr, SLOTS: gl.constexpr,
+    given, places, held,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, SILU: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Write the cotangents of kernels and x for every second tile of a program."""
-    x, biases, shift, dout, dkernels, dx, length, tokens, start, end = given
-    tiles = (end - start + WARPS * OWN - 1) // (WARPS * OWN)
-    first, stop = _items(tiles * (D // CHANNELS))
+    """Write the cotangents of kernels and x of a consumer, and sums of those of kernels."""
+    x, biases, shift, dout, dkernels, dx, sums, length, tokens, start, end, chunks, steps = given
     row = gl.arange(0, ROWS, gl.SliceLayout(1, _OUTPUT))
-    channel = gl.arange(0, HALF, gl.SliceLayout(0, _OUTPUT))
-    begun = 0
-    for item in range(first + CONSUMER, stop, 2):
-        block = item // tiles
-        within = (item % tiles * WARPS + row // 16) * OWN + row % 16
-        t = start + within
-        live = t < tokens
-        own = ((row % 16 < OWN) & (t < end))[:, None]
-        p = t % length
+    channel = gl.arange(0, CHANNELS, gl.SliceLayout(0, _OUTPUT))
+    none = gl.zeros((8 * WARPS, CHANNELS), gl.float32, _EIGHT)
+    own = steps * STEP - (TAPS - 1)
+    segment = (CONSUMER * WARPS + row // STEP) * own
+    done, runs = 0, 0
+    for run in range(gl.program_id(0), chunks * (D // CHANNELS), gl.num_programs(0)):
+        block = run % (D // CHANNELS)
         d = block * CHANNELS + channel
-        at = t.to(gl.int64)[:, None] * D + d[None, :]
-        place = within.to(gl.int64)[:, None] * (TAPS * D) + d[None, :]
-        value = _started(biases, block)
-        inputs = _inputs(x, at, live, p, D)
-        v = gl.load(dout + at, mask=live[:, None], other=0.0)
-        value = _product(
-            value, biases is not None, places, item, first, tiles, begun, CONSUMER, SLOTS
-        )
-        halves = _halves(value)
-        for half in gl.static_range(2):
-            here = at + half * HALF
-            if half == 1:
-                inputs = _inputs(x, here, live, p, D)
-                v = gl.load(dout + here, mask=live[:, None], other=0.0)
-            taps = _taps(halves[half])
+        begin = run // (D // CHANNELS) * (CONSUMERS * WARPS * own)
+        x_here, dout_here = _moved(x, start + begin, D), _moved(dout, start + begin, D)
+        if dkernels is not None:
+            dkernels_here = _moved(dkernels, begin, TAPS * D)
+        if dx is not None:
+            dx_here = _moved(dx, start + begin, D)
+        if sums is not None:
+            for w in gl.static_range(TAPS):
+                held.index(CONSUMER * TAPS + w).store(none)
+        above = none
+        for step in range(steps):
+            place = row % STEP + (steps - 1 - step) * STEP
+            within = segment + place
+            t = start + begin + within
+            live = t < tokens
+            mine = ((place < own) & (t < end))[:, None]
+            p = t % length
+            at = within[:, None] * D + d[None, :]
+            value = _started(biases, block)
+            inputs = _inputs(x_here, at, live, p, D)
+            v = gl.load(dout_here + at, mask=live[:, None], other=0.0)
+            value = _product(
+                value, biases is not None, places, runs, done, CONSUMER, CONSUMERS, SLOTS
+            )
+            taps = _taps(value)
             v = as_held(v)
             if SILU:
-                h = _preactivation(taps, inputs, None if shift is None else shift + d + half * HALF)
+                h = _preactivation(taps, inputs, None if shift is None else shift + d)
                 s = sigmoid(h)
                 v *= gl.where(gl.abs(h) == float("inf"), s, s * (1 + h * (1 - s)))
-            if dkernels is not None:
-                for w in gl.static_range(TAPS):
-                    product = (v * as_held(inputs[w])).to(dkernels.dtype.element_ty)
-                    gl.store(dkernels + place + (w * D + half * HALF), product, mask=own)
-            if dx is not None:
-                total = gl.where((p >= TAPS - 1)[:, None], v * taps[0], 0.0)
-                for w in gl.static_range(1, TAPS):
+            # Sums for rows, and those of eight rows before them, which the next step needs.
+            first, last, before = none, none, none
+            for w in gl.static_range(TAPS):
+                if dkernels is not None:
+                    product = v * as_held(inputs[w])
+                    to = dkernels_here + (within[:, None] * (TAPS * D) + (d + w * D)[None, :])
+                    gl.store(to, product.to(dkernels.dtype.element_ty), mask=mine)
+                    if sums is not None:
+                        one, two = _eights(gl.where(mine, product, 0.0))
+                        sum = held.index(CONSUMER * TAPS + w)
+                        sum.store(sum.load(_EIGHT) + (one + two))
+                if dx is not None:
                     reads = (p >= TAPS - 1 - w)[:, None]
-                    total = _shifted(total) + gl.where(reads, v * taps[w], 0.0)
-                gl.store(dx + here, total.to(dx.dtype.element_ty), mask=own)
-        begun += 1
+                    one, two = _eights(gl.where(reads, v * taps[w], 0.0))
+                    if w > 0:
+                        before = _next(before, first)
+                        one += _next(first, last)
+                        two += _next(last, none)
+                    first, last = one, two
+            if dx is not None:
+                total = _joined(first, last + above)
+                above = before
+                gl.store(dx_here + at, total.to(dx.dtype.element_ty), mask=mine)
+            done += 1
+        if sums is not None:
+            first = (run // (D // CHANNELS) * CONSUMERS + CONSUMER) * WARPS
+            for w in gl.static_range(TAPS):
+                by = held.index(CONSUMER * TAPS + w).load(_EIGHT)
+                by = gl.sum(gl.reshape(by, (WARPS, 8, CHANNELS)), 1)
+                warp = gl.arange(0, WARPS, gl.SliceLayout(1, by.type.layout))
+                channel_of = gl.arange(0, CHANNELS, gl.SliceLayout(0, by.type.layout))
+                to = ((first + warp) * TAPS + w)[:, None] * D + block * CHANNELS
+                gl.store(sums + (to + channel_of[None, :]), by)
+        runs += 1
 
 
 @gluon.jit
 def _produce(
-    hidden, weight, places, start, end,
-    D: gl.constexpr, STEP: gl.constexpr, SLOTS: gl.constexpr,
+    hidden, weight, places, start, chunks, steps, own,
+    CONSUMERS: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Bring hidden for every tile, and the weight for every block of channels.
-
-    Every box of hidden's rows is STEP rows behind the one before.
-    """
+    """Bring the weight for every run, and hidden for every step."""
     weights, ring, ready, full, empty, _ = places
     CHUNKS: gl.constexpr = weights.shape[0]
-    BOX: gl.constexpr = hidden.block_shape[0]
-    BOXES: gl.constexpr = ROWS // BOX
-    tiles = (end - start + BOXES * STEP - 1) // (BOXES * STEP)
-    first, stop = _items(tiles * (D // CHANNELS))
-    for item in range(first, stop):
-        n = (item - first) * CHUNKS
-        block, tile = item // tiles, item % tiles
-        if (item == first) | (tile == 0):
-            # The previous weight is free once its last chunks of hidden are.
-            for m in range(gl.maximum(n - SLOTS, 0), n):
-                hopper.mbarrier.wait(empty.index(m % SLOTS), (m // SLOTS) & 1)
-            hopper.mbarrier.expect(ready, 2 * CHUNKS * COLUMNS * CHUNK)
-            for k in gl.static_range(CHUNKS):
-                load(weight, [block * COLUMNS, k * CHUNK], ready, weights.index(k))
+    n = 0
+    for run in range(gl.program_id(0), chunks * (D // CHANNELS), gl.num_programs(0)):
+        # The previous weight is free once its last chunks of hidden are.
+        for m in range(gl.maximum(n - SLOTS, 0), n):
+            hopper.mbarrier.wait(empty.index(m % SLOTS), (m // SLOTS) & 1)
+        hopper.mbarrier.expect(ready, 2 * CHUNKS * COLUMNS * CHUNK)
         for k in gl.static_range(CHUNKS):
-            slot = (n + k) % SLOTS
-            # At first, slots are empty.
-            hopper.mbarrier.wait(empty.index(slot), (((n + k) // SLOTS) & 1) ^ 1)
-            hopper.mbarrier.expect(full.index(slot), 2 * ROWS * CHUNK)
-            for i in gl.static_range(BOXES):
-                row = start + (tile * BOXES + i) * STEP
-                to = ring.index(slot).slice(i * BOX, BOX)
-                load(hidden, [row, k * CHUNK], full.index(slot), to)
+            row = run % (D // CHANNELS) * COLUMNS
+            load(weight, [row, k * CHUNK], ready, weights.index(k))
+        for step in range(steps):
+            for consumer in range(CONSUMERS):
+                segment = (run // (D // CHANNELS) * CONSUMERS + consumer) * (WARPS * own)
+                first = start + segment + (steps - 1 - step) * STEP
+                for k in gl.static_range(CHUNKS):
+                    slot = (n + k) % SLOTS
+                    # At first, slots are empty.
+                    hopper.mbarrier.wait(empty.index(slot), (((n + k) // SLOTS) & 1) ^ 1)
+                    hopper.mbarrier.expect(full.index(slot), 2 * ROWS * CHUNK)
+                    for warp in gl.static_range(WARPS):
+                        to = ring.index(slot).slice(warp * STEP, STEP)
+                        load(hidden, [first + warp * own, k * CHUNK], full.index(slot), to)
+                n += CHUNKS
 
 
 @gluon.jit
-def _shared(hidden, weight, H: gl.constexpr, SLOTS: gl.constexpr):
+def _shared(hidden, weight, CONSUMERS: gl.constexpr, H: gl.constexpr, SLOTS: gl.constexpr):
     """Return the weight's and hidden's places in shared memory, and barriers."""
     CHUNKS: gl.constexpr = (H + CHUNK - 1) // CHUNK
     weights = gl.allocate_shared_memory(weight.dtype, [CHUNKS, COLUMNS, CHUNK], weight.layout)
@@ -316,60 +380,64 @@ def _shared(hidden, weight, H: gl.constexpr, SLOTS: gl.constexpr):
     ready = gl.allocate_shared_memory(gl.int64, [1], barrier)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barrier)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], barrier)
     hopper.mbarrier.init(ready, count=1)
     for k in gl.static_range(SLOTS):
         hopper.mbarrier.init(full.index(k), count=1)
         hopper.mbarrier.init(empty.index(k), count=1)
-    for k in gl.static_range(2):
+    for k in gl.static_range(CONSUMERS):
         hopper.mbarrier.init(turns.index(k), count=1)
     hopper.fence_async_shared()
     return weights, ring, ready, full, empty, turns
 
 
 def forward(
-    x, hidden, weight, biases, shift, out, length, tokens,
+    x, hidden, weight, biases, shift, out, length, tokens, chunks, steps,
     H: gl.constexpr, D: gl.constexpr, SILU: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Write the convolution of sequences of one length."""
-    places = _shared(hidden, weight, H, SLOTS)
-    given = x, biases, shift, out, length, tokens
+    places = _shared(hidden, weight, 3, H, SLOTS)
+    given = x, biases, shift, out, length, tokens, chunks, steps
     gl.warp_specialize(
         [
-            (_consume, (given, places, 0, D, SILU, SLOTS)),
-            (_consume, (given, places, 1, D, SILU, SLOTS)),
-            (_produce, (hidden, weight, places, 0, tokens, D, ROWS, SLOTS)),
+            (_consume, (given, places, 0, 3, D, SILU, SLOTS)),
+            (_consume, (given, places, 1, 3, D, SILU, SLOTS)),
+            (_consume, (given, places, 2, 3, D, SILU, SLOTS)),
+            (_produce, (hidden, weight, places, 0, chunks, steps, steps * STEP, 3, D, SLOTS)),
         ],
-        [WARPS, 1],
-        REGISTERS,
+        [WARPS, WARPS, 1],
+        _REGISTERS,
     )
 
 
 def inputs(
-    x, hidden, weight, biases, shift, dout, dkernels, dx, length, tokens, start, end,
+    x, hidden, weight, biases, shift, dout, dkernels, dx, sums, length, tokens, start, end,
+    chunks, steps,
     H: gl.constexpr, D: gl.constexpr, SILU: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Write the cotangents of kernels and x for the tokens from start to end.
 
-    The kernels' are laid out by tap, then channel.
+    The kernels', and their sums over a segment's tokens, are laid out by tap, then channel.
     """
-    places = _shared(hidden, weight, H, SLOTS)
-    given = x, biases, shift, dout, dkernels, dx, length, tokens, start, end
+    places = _shared(hidden, weight, 2, H, SLOTS)
+    held = gl.allocate_shared_memory(gl.float32, [2 * TAPS, 8 * WARPS, CHANNELS], _SUMS)
+    given = x, biases, shift, dout, dkernels, dx, sums, length, tokens, start, end, chunks, steps
+    own = steps * STEP - (TAPS - 1)
     gl.warp_specialize(
         [
-            (_pull, (given, places, 0, D, SILU, SLOTS)),
-            (_pull, (given, places, 1, D, SILU, SLOTS)),
-            (_produce, (hidden, weight, places, start, end, D, OWN, SLOTS)),
+            (_pull, (given, places, held, 0, 2, D, SILU, SLOTS)),
+            (_pull, (given, places, held, 1, 2, D, SILU, SLOTS)),
+            (_produce, (hidden, weight, places, start, chunks, steps, own, 2, D, SLOTS)),
         ],
         [WARPS, 1],
         REGISTERS,
     )
 
 
-# The rows of hidden's boxes.
-BOX = {forward: ROWS.value, inputs: 16}
+# The backward of three would spill registers.
+CONSUMERS = {forward: 3, inputs: 2}
 # These pointers are multiples of 16 bytes.
 POINTERS = {
     forward: ("x", "biases", "shift", "out"),
-    inputs: ("x", "biases", "shift", "dout", "dkernels", "dx"),
+    inputs: ("x", "biases", "shift", "dout", "dkernels", "dx", "sums"),
 }

@@ -61,11 +61,13 @@ TILES = {
 }
 # The most taps of kernels that stay in registers; wider kernels are stored.
 _WIDTH = 16
+# Rows and terms of a program that orders the weight or its cotangent.
+_ROWS = Tile(32, 0, 64, 4, 1)
 # Warps of the kernel for states.
 _WARPS = 4
 # One part of the kernels' cotangents is stored at a time: the most parts, and the fewest numbers of
 # a part.
-_PARTS, _FEW = 4, 1 << 25
+_PARTS, _FEW = 2, 1 << 25
 # The fewest tokens that repay a reordered weight, which the kernels for Hopper need.
 _MANY = 4096
 
@@ -200,17 +202,18 @@ def _forward_kernel(
 
 
 def _inputs_kernel(
-    starts, x, hidden, weight, bias, state, shift, dout, dfinal, v_out, dkernels, dx,
+    starts, x, hidden, weight, bias, state, shift, dout, dfinal, v_out, dkernels, sums, dx,
     sequences, length, tokens, parts, start, stop,
     H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
     TAPS: tl.constexpr, TERMS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     SILU: tl.constexpr, LEVELS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr,
     HAS_SHIFT: tl.constexpr, HAS_FINAL: tl.constexpr, WANT_V: tl.constexpr,
-    WANT_KERNELS: tl.constexpr, WANT_X: tl.constexpr,
+    WANT_KERNELS: tl.constexpr, WANT_SUMS: tl.constexpr, WANT_X: tl.constexpr,
 ):  # fmt: skip
     """Write v, the cotangent before the activation, and the cotangents of kernels and x.
 
-    The kernels' are laid out by tap, then channel, for the tokens from start to stop alone.
+    The kernels' and their sums over the program's tokens are laid out by tap, then channel, for the
+    tokens from start to stop alone.
     """
     program = tl.program_id(0)
     part = program % parts
@@ -237,8 +240,12 @@ def _inputs_kernel(
     if WANT_KERNELS:
         place = dkernels + (t - start)[:, None] * (W * D) + d[None, :]
         for w in tl.static_range(W):
-            product = (v * inputs[w]).to(dkernels.dtype.element_ty)
-            tl.store(place + w * D, product, mask=own[:, None] & inside)
+            product = tl.where(own[:, None], v * inputs[w], 0.0)
+            mask = own[:, None] & inside
+            tl.store(place + w * D, product.to(dkernels.dtype.element_ty), mask=mask)
+            if WANT_SUMS:
+                to = sums + ((program // parts).to(tl.int64) * W + w) * D + d
+                tl.store(to, tl.sum(product, 0), mask=d < D)
     if WANT_X:
         # Tap w of token t reads input t + w - W + 1: the sums move on by a token for each tap.
         after = tl.zeros([ROWS, CHANNELS], tl.int32) + tl.minimum(row + 1, ROWS - 1)[:, None]
@@ -283,9 +290,68 @@ def _final_kernel(
         tl.store(final + row + w, value, mask=inside)
 
 
+def _order_kernel(
+    starts, weight, bias, packed, packed_bias, by_tap, rows,
+    H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, TERMS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, WANT_PACKED: tl.constexpr, WANT_TAPS: tl.constexpr,
+):  # fmt: skip
+    """Write the weight's rows, and the bias, as the kernels for Hopper take them, and by tap."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = row < rows
+    d, w = row // W, row % W
+    # A block of 32 channels has its taps one after another; column 8 i + 2 j + k of a tap has
+    # channel 8 j + 2 i + k.
+    column = d % 8 // 2 * 8 + d % 32 // 8 * 2 + d % 2
+    place = (d // 32 * W + w) * 32 + column
+    for k in range(0, H, TERMS):
+        h = k + tl.arange(0, TERMS)
+        mask = live[:, None] & (h < H)[None, :]
+        value = tl.load(weight + row[:, None] * H + h[None, :], mask=mask)
+        if WANT_PACKED:
+            at = packed + place[:, None] * H + h[None, :]
+            tl.store(at, value.to(packed.dtype.element_ty), mask=mask)
+        if WANT_TAPS:
+            at = by_tap + (w * D + d)[:, None] * H + h[None, :]
+            tl.store(at, value.to(by_tap.dtype.element_ty), mask=mask)
+    if HAS_BIAS and WANT_PACKED:
+        tl.store(packed_bias + place, tl.load(bias + row, mask=live), mask=live)
+
+
+def _gather_kernel(
+    starts, products, sums, dweight, dbias, rows, parts,
+    H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, TERMS: tl.constexpr,
+    WANT_WEIGHT: tl.constexpr, WANT_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Write the cotangents of weight and bias from sums by tap, then channel."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = row < rows
+    place = row % W * D + row // W
+    if WANT_WEIGHT:
+        for k in range(0, H, TERMS):
+            h = k + tl.arange(0, TERMS)
+            mask = live[:, None] & (h < H)[None, :]
+            value = tl.load(products + place[:, None] * H + h[None, :], mask=mask)
+            at = dweight + row[:, None] * H + h[None, :]
+            tl.store(at, value.to(dweight.dtype.element_ty), mask=mask)
+    if WANT_BIAS:
+        total = tl.zeros([TERMS, ROWS], tl.float32)
+        first = parts * 0
+        while first < parts:
+            part = first + tl.arange(0, TERMS)
+            at = sums + part.to(tl.int64)[:, None] * rows + place[None, :]
+            total += tl.load(at, mask=(part < parts)[:, None] & live[None, :], other=0.0)
+            first += TERMS
+        tl.store(dbias + row, tl.sum(total, 0).to(dbias.dtype.element_ty), mask=live)
+
+
 _KERNELS = {
+    "order": (_order_kernel, ("weight", "packed", "by_tap")),
+    "gather": (_gather_kernel, ("products", "sums", "dweight")),
     "forward": (_forward_kernel, ("x", "hidden", "weight", "out")),
-    "inputs": (_inputs_kernel, ("x", "hidden", "weight", "dout", "v_out", "dkernels", "dx")),
+    "inputs": (
+        _inputs_kernel,
+        ("x", "hidden", "weight", "dout", "v_out", "dkernels", "sums", "dx"),
+    ),
     "final": (_final_kernel, ()),
 }
 # Where vectors are loaded, rows have a multiple of so many numbers.
@@ -369,33 +435,61 @@ class _Call:
             and not (self.levels or any([array is not None for array in given]))
             and not (self.D % hopper.CHANNELS.value or self.H % _UNIT)
             and self.H > 0
-            and hopper.slots(self.H) > 2
+            and hopper.slots(hopper.inputs, self.H) > 2
         )
 
-    @functools.cached_property
-    def packed(self) -> tuple[Any, Any]:
-        """Return the weight and its bias as the kernels for Hopper take them."""
-        bias = None if self.bias is None else hopper.packed(self.bias.float(), self.D)
-        weight = hopper.packed(self.weight.to(self.dot), self.D)
-        return hopper.described(weight, hopper.COLUMNS.value), bias
+    def order(self, packed: bool, by_tap: bool) -> None:
+        """Order the weight as kernels for Hopper take it, or by tap, then channel."""
+        rows = self.weight.shape[0]
+        self.packed = torch.empty_like(self.weight, dtype=self.dot) if packed else None
+        self.by_tap = torch.empty_like(self.weight, dtype=self.dot) if by_tap else None
+        self.packed_bias = None
+        if packed and self.bias is not None:
+            self.packed_bias = torch.empty_like(self.bias)
+        made = self.packed, self.packed_bias, self.by_tap
+        self.launch(
+            "order", _ROWS, ceil(rows, _ROWS.rows), (self.weight, self.bias, *made), (rows,),
+            self.H, self.W, self.D, _ROWS.rows, _ROWS.terms, self.bias is not None, packed, by_tap,
+        )  # fmt: skip
 
-    def launch_on_hopper(
-        self, kernel: Any, tiles: int, arrays: Sequence[Any], *integers: int
-    ) -> None:
-        """Launch a kernel for Hopper on tiles of tokens, for every block of channels."""
-        weight, bias = self.packed
+    def gather(self, products: Any, sums: Any, dweight: Any, dbias: Any) -> None:
+        """Fill the cotangents of weight and bias from sums by tap, then channel."""
+        rows = self.weight.shape[0]
+        self.launch(
+            "gather", _ROWS, ceil(rows, _ROWS.rows), (products, sums, dweight, dbias),
+            (rows, 0 if sums is None else len(sums)),
+            self.H, self.W, self.D, _ROWS.rows, _ROWS.terms, *self.flags(dweight, dbias),
+        )  # fmt: skip
+
+    def split(self, kernel: Any, tokens: int) -> tuple[int, int]:
+        """Return the chunks and steps in which a kernel for Hopper goes through some tokens."""
+        blocks = self.D // hopper.CHANNELS.value
+        return hopper.split(kernel, tokens, blocks, processors(self.x.device))
+
+    def launch_on_hopper(self, kernel: Any, arrays: Sequence[Any], *part: int) -> None:
+        """Launch a kernel for Hopper on all tokens, or on a part of them."""
+        weight = hopper.described(self.packed, hopper.COLUMNS.value)
         hidden = aligned(self.hidden.to(self.dot).view(self.tokens, self.H))
         shift = None if self.shift is None else aligned(self.shift)
-        arrays = bias, shift, *[None if array is None else aligned(array) for array in arrays]
-        integers = self.length, self.tokens, *integers
-        constants = self.H, self.D, self.silu, hopper.slots(self.H)
+        arrays = self.packed_bias, shift, *[aligned(array) for array in arrays]
+        start, stop = part or (0, self.tokens)
+        chunks, steps = self.split(kernel, stop - start)
+        integers = self.length, self.tokens, *part, chunks, steps
+        constants = self.H, self.D, self.silu, hopper.slots(kernel, self.H)
         kinds = [None if array is None else array.dtype for array in arrays]
         key = self.x.device, self.x.dtype, self.dot, *kinds, wide(*integers), *constants
-        programs = min(processors(self.x.device), tiles * self.D // hopper.CHANNELS.value)
+        programs = min(processors(self.x.device), chunks * self.D // hopper.CHANNELS.value)
         _hopper_launcher(kernel)(
-            programs, key, aligned(self.x), hopper.described(hidden, hopper.BOX[kernel]), weight,
+            programs, key, aligned(self.x), hopper.described(hidden, hopper.STEP.value), weight,
             *arrays, *integers, *constants,
         )  # fmt: skip
+
+    def sums_of(self, tokens: int, on_hopper: bool) -> int:
+        """Return how many sums of kernels' cotangents the programs for some tokens make."""
+        if on_hopper:
+            chunks, _ = self.split(hopper.inputs, tokens)
+            return chunks * hopper.CONSUMERS[hopper.inputs] * hopper.WARPS.value
+        return ceil(tokens, self.tile("inputs").rows - self.W + 1)
 
     def sizes(self, parts: int) -> tuple[int, ...]:
         return self.count, self.length, self.tokens, parts
@@ -441,7 +535,8 @@ def dynamic_conv_generated(a: Any, y: Any) -> None:
         return
     call = _Call(a)
     if y.out is not None and call.tokens and is_aligned(y.out) and call.on_hopper():
-        call.launch_on_hopper(hopper.forward, ceil(call.tokens, hopper.ROWS.value), (y.out,))
+        call.order(True, False)
+        call.launch_on_hopper(hopper.forward, (y.out,))
     elif y.out is not None and call.tokens:
         arrays = call.x, call.hidden, call.weight, call.bias, call.state, call.shift, y.out
         call.over_taps("forward", arrays)
@@ -477,60 +572,61 @@ def dynamic_conv_generated_vjp(a: Any, y: Any) -> None:
         v = torch.empty_like(dout)
     on_hopper = v is dout and call.on_hopper(dfinal) and (y.dx is None or is_aligned(y.dx))
 
-    def pull(dkernels: Any, *part: int) -> None:
+    def pull(dkernels: Any, sums: Any, *part: int) -> None:
         if on_hopper:
-            tiles = ceil(part[1] - part[0], hopper.WARPS.value * hopper.OWN.value)
-            arrays = dout, dkernels, y.dx
-            call.launch_on_hopper(hopper.inputs, tiles, arrays, *part)
+            call.launch_on_hopper(hopper.inputs, (dout, dkernels, y.dx, sums), *part)
             return
-        made = None if v is dout else v, dkernels, y.dx
+        made = None if v is dout else v, dkernels, sums, y.dx
         flags = call.flags(dfinal, *made)
         call.over_taps("inputs", (*generator, dout, dfinal, *made), *flags, part=part)
 
+    if on_hopper or dgenerator:
+        call.order(on_hopper, dgenerator)
     if dgenerator:
-        _pull_in_parts(call, y, pull)
+        _pull_in_parts(call, y, pull, on_hopper)
     elif y.dx is not None or v is not dout:
-        pull(None, 0, call.tokens)
+        pull(None, None, 0, call.tokens)
     if y.dconv_bias is not None:
         y.dconv_bias.copy_(v.sum((0, 1), dtype=torch.float32))
 
 
-def _pull_in_parts(call: _Call, y: Any, pull: Callable[..., None]) -> None:
+def _pull_in_parts(call: _Call, y: Any, pull: Callable[..., None], on_hopper: bool) -> None:
     """Fill the cotangents of the generator from parts of the kernels' cotangents."""
     D, W, H, tokens = call.D, call.W, call.H, call.tokens
     each = max(_FEW // (D * W), ceil(tokens, _PARTS))
     each = ceil(tokens, ceil(tokens, max(each, 1)))
+    starts = range(0, tokens, each)
     room = torch.empty((min(each, tokens), W * D), dtype=call.dot, device=call.x.device)
-    weight = call.weight.to(call.dot).view(D, W, H).transpose(0, 1).reshape(W * D, H)
-    # A column of ones beside hidden makes the sums for the bias.
-    hidden = weight.new_ones((tokens, H + _UNIT))
-    hidden[:, :H] = call.hidden.view(tokens, H)
-    sums = weight.new_zeros((1, W * D, H + _UNIT), dtype=torch.float32)
-    for start in range(0, tokens, each):
+    hidden = call.hidden.to(call.dot).view(tokens, H)
+    products = sums = None
+    if y.dweight is not None:
+        products = room.new_zeros((1, W * D, H), dtype=torch.float32)
+    if y.dbias is not None:
+        most = max(call.sums_of(min(each, tokens - start), on_hopper) for start in starts)
+        sums = room.new_zeros((len(starts), most, W * D), dtype=torch.float32)
+    for i, start in enumerate(starts):
         stop = min(start + each, tokens)
         dkernels = room[: stop - start]
-        pull(dkernels, start, stop)
+        pull(dkernels, None if sums is None else sums[i], start, stop)
         factor = Factor(dkernels)
         if y.dhidden is not None:
             part = y.dhidden.view(tokens, H)[start:stop]
             made = part if part.dtype == call.dot else torch.empty_like(part, dtype=call.dot)
-            multiply(made, factor, weight, "float32")
+            multiply(made, factor, call.by_tap, "float32")
             if made is not part:
                 part.copy_(made)
-        if y.dweight is None and y.dbias is None:
+        if products is None:
             continue
         if call.dot == torch.float32:
-            sums += sum_over_rows(factor, Factor(hidden[start:stop]), "float32")
+            products += sum_over_rows(factor, Factor(hidden[start:stop]), "float32")
         elif dkernels.is_cuda:
             ends = dkernels.T[None], hidden[None, start:stop]
-            torch.baddbmm(sums, *ends, sums.dtype, out=sums)
+            torch.baddbmm(products, *ends, products.dtype, out=products)
         else:
-            sums += dkernels.T.float() @ hidden[start:stop].float()
-    by_channel = sums.view(W, D, H + _UNIT).transpose(0, 1)
-    if y.dweight is not None:
-        y.dweight.view(D, W, H).copy_(by_channel[..., :H])
-    if y.dbias is not None:
-        y.dbias.view(D, W).copy_(by_channel[..., H])
+            products += dkernels.T.float() @ hidden[start:stop].float()
+    if products is not None or sums is not None:
+        sums = None if sums is None else sums.view(-1, W * D)
+        call.gather(products, sums, y.dweight, y.dbias)
 
 
 def _pull_stored(a: Any, y: Any) -> None:
