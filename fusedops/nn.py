@@ -241,10 +241,11 @@ class DynamicShortConvolution(torch.nn.Module):
 
     If ``w2`` is a plain Linear without hooks, it may be part of the convolution, as in
     `fusedops.dynamic_conv_generated`, and no kernels are stored. On a GPU this is so in prefill of
-    2²⁶ numbers of kernels and more, as the host decides the time of fewer; with gradients storing
-    is faster, but takes three times the memory on Hopper in 16 bits. On a CPU it is so from 2²²
-    numbers of kernels on, in prefill in float32 and float64, with gradients in float32, where
-    storing takes one and a half times the memory. A decoding step stores them.
+    2²⁶ numbers of kernels and more, as the host decides the time of fewer; with gradients on Hopper
+    alone, in 16 bits, for four taps and sequences of one length. Storing takes twice the memory
+    there; elsewhere it is faster. On a CPU it is so from 2²² numbers of kernels on, in prefill in
+    float32 and float64, with gradients in float32, where storing takes one and a half times the
+    memory. A decoding step stores them.
 
     References
     ----------
@@ -455,7 +456,7 @@ class DynamicShortConvolution(torch.nn.Module):
         state, activation, backend = cache, self.activation, self.backend
         decoding = cache is not None and cu_seqlens is None and tokens[1] == 1
         update = output_final_state or decoding
-        given = self._given(generator_input, decoding)
+        given = self._given(generator_input, decoding, cache is None and cu_seqlens is None)
         if watched((x, *given, cache)):
             # The backward reads the cache as it was before the update, and can't save a tensor
             # that was made in inference mode.
@@ -480,14 +481,15 @@ class DynamicShortConvolution(torch.nn.Module):
         cache = final.detach() if cache is None else cache.copy_(final.detach())
         return y, cache
 
-    def _given(self, u: torch.Tensor, decoding: bool) -> tuple[Any, ...]:
+    def _given(self, u: torch.Tensor, decoding: bool, whole: bool) -> tuple[Any, ...]:
         """Return the kernels, or the hidden units, weight and bias that make them.
 
         The generator's last layer is then part of the convolution. A layer that is more than its
         weight and bias makes kernels itself. A layer whose gradient is wanted does so too, as its
-        kernels would be made three times, but in float32 on a CPU, where that is faster; on a CPU a
-        layer in 16 bits, which torch multiplies faster, or one for kernels that the CPU's cache may
-        hold; and on a GPU one for few kernels, which the host launches in less time.
+        kernels would be made three times, but where that is faster: in float32 on a CPU, and in 16
+        bits on Hopper, for `whole` sequences of one length. So do on a CPU a layer in 16 bits,
+        which torch multiplies faster, or one for kernels that the CPU's cache may hold; and on a
+        GPU one for few kernels, which the host launches in less time.
         """
         if decoding or u.device.type not in FUSED:
             return (self.get_kernel(u),)
@@ -507,9 +509,19 @@ class DynamicShortConvolution(torch.nn.Module):
             plain = last.weight.itemsize > 2 and count >= MANY
         elif plain and u.is_cuda and not traced():
             plain = count >= MANY_ON_CUDA
-        if plain and not (on_cpu and last.weight.dtype == torch.float32):
-            plain = not torch.is_grad_enabled() or not any(
-                tensor.requires_grad for tensor in chain((u,), generator.parameters())
+        trains = torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in chain((u,), generator.parameters())
+        )
+        if plain and trains and on_cpu:
+            plain = last.weight.dtype == torch.float32
+        elif plain and trains:
+            plain = (
+                whole
+                and self.kernel_size == 4
+                and last.weight.itemsize == u.itemsize == 2
+                and u.is_cuda
+                and not traced()
+                and torch.cuda.get_device_capability(u.device)[0] == 9
             )
         if not plain:
             return (self.get_kernel(u),)

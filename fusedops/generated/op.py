@@ -265,7 +265,7 @@ def dynamic_conv_generated(
     threads or programs end. ``dynamic_conv_generated.vjp`` returns gradients for the arrays that
     were given, in the order x, hidden, weight, bias, initial_state, conv_bias. Derivatives from the
     second on store kernels, as do float64 and W > 16 on a GPU. On a GPU the backward stores the
-    kernels' cotangents in up to four parts, one at a time. The layer multiplies in the dtype to
+    kernels' cotangents in up to two parts, one at a time. The layer multiplies in the dtype to
     which hidden and weight promote, in float32 without TF32, and its result is not rounded to 16
     bits before it is multiplied with x. Autocast changes no dtypes.
 
