@@ -161,17 +161,25 @@ def sharing(one: Any, others: Iterable[Any]) -> int | None:
 
 def _memory(array: Any) -> tuple[int, int] | None:
     """Return where an array's memory begins and ends, if it has any."""
-    if is_tensor(array):
-        torch = sys.modules["torch"]
-        if type(array) not in (torch.Tensor, torch.nn.Parameter) or array.is_meta:
-            return None
-        start, strides, unit = array.data_ptr(), array.stride(), array.itemsize
-    else:
+    if isinstance(array, np.ndarray):
         start, strides, unit = array.ctypes.data, array.strides, 1
+    elif type(array) not in _of_memory() or array.is_meta:
+        return None
+    else:
+        start, unit = array.data_ptr(), array.itemsize
+        if array.is_contiguous():
+            return (start, start + array.nbytes) if array.nbytes else None
+        strides = array.stride()
     if 0 in array.shape:
         return None
     low, high = _span(array.shape, strides)
     return start + low * unit, start + high * unit + array.itemsize
+
+
+@functools.cache
+def _of_memory() -> tuple[type, ...]:
+    torch = sys.modules["torch"]
+    return torch.Tensor, torch.nn.Parameter
 
 
 @functools.lru_cache(512)
