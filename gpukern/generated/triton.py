@@ -600,14 +600,16 @@ def _pull_in_parts(call: _Call, y: Any, pull: Callable[..., None], on_hopper: bo
     hidden = call.hidden.to(call.dot).view(tokens, H)
     products = sums = None
     if y.dweight is not None:
-        products = room.new_zeros((1, W * D, H), dtype=torch.float32)
+        products = torch.empty((1, W * D, H), dtype=torch.float32, device=room.device)
+    counts = [call.sums_of(min(each, tokens - start), on_hopper) for start in starts]
     if y.dbias is not None:
-        most = max(call.sums_of(min(each, tokens - start), on_hopper) for start in starts)
-        sums = room.new_zeros((len(starts), most, W * D), dtype=torch.float32)
-    for i, start in enumerate(starts):
+        sums = torch.empty((sum(counts), W * D), dtype=torch.float32, device=room.device)
+    first = 0
+    for start, count in zip(starts, counts, strict=True):
         stop = min(start + each, tokens)
         dkernels = room[: stop - start]
-        pull(dkernels, None if sums is None else sums[i], start, stop)
+        pull(dkernels, None if sums is None else sums[first : first + count], start, stop)
+        first += count
         factor = Factor(dkernels)
         if y.dhidden is not None:
             part = y.dhidden.view(tokens, H)[start:stop]
@@ -617,15 +619,16 @@ def _pull_in_parts(call: _Call, y: Any, pull: Callable[..., None], on_hopper: bo
                 part.copy_(made)
         if products is None:
             continue
-        if call.dot == torch.float32:
-            products += sum_over_rows(factor, Factor(hidden[start:stop]), "float32")
-        elif dkernels.is_cuda:
+        if call.dot.itemsize == 2 and dkernels.is_cuda:
             ends = dkernels.T[None], hidden[None, start:stop]
-            torch.baddbmm(products, *ends, products.dtype, out=products)
+            torch.baddbmm(products, *ends, products.dtype, beta=min(start, 1), out=products)
+            continue
+        if call.dot == torch.float32:
+            found = sum_over_rows(factor, Factor(hidden[start:stop]), "float32")
         else:
-            products += dkernels.T.float() @ hidden[start:stop].float()
+            found = dkernels.T.float() @ hidden[start:stop].float()
+        torch.add(products, found, out=products) if start else products.copy_(found)
     if products is not None or sums is not None:
-        sums = None if sums is None else sums.view(-1, W * D)
         call.gather(products, sums, y.dweight, y.dbias)
 
 
