@@ -145,9 +145,9 @@ class Tile(NamedTuple):
 #: By the bytes of a number in products.
 TILES = {
     2: {
-        "solve": Tile(64, 0, 4, 2),
-        "prepare": Tile(128, 128, 4, 2),
-        "read": Tile(64, 128, 4, 2),
+        "solve": Tile(64, 0, 2, 2),
+        "prepare": Tile(64, 128, 4, 3),
+        "read": Tile(64, 128, 4, 3),
         "gradients": Tile(64, 64, 4, 2),
     },
     4: {
@@ -283,9 +283,8 @@ class _Chunks:
         keys, values = min(tile.keys, self.keys), min(tile.values, power(self.V, 16))
         constants = *self.sizes, self.parts, keys, values, *self.types
         programs = self.number * -(-self.V // values) if tiled else self.number
-        self.launch(
-            name, programs, arrays, (self.count, self.T), constants, tile.warps, tile.stages
-        )
+        stages = min(tile.stages, 2) if is_small(self.device) else tile.stages
+        self.launch(name, programs, arrays, (self.count, self.T), constants, tile.warps, stages)
 
     def prepare(self, gates: Any, x: Any, *, back: bool) -> tuple[Any, Any]:
         """Return the response and the values of a walk without a state, from v or dout."""
