@@ -1,7 +1,8 @@
 """Results in files, in words, and beside an earlier run's.
 
-In memory a report has a dict for every row. In a file a row is a line of `columns`; a line before
-it has the values of its problem and contestant that differ from those of the row above.
+In memory a report has a dict for every row. In a file a row is a line of `columns`, its pass the
+place in a list of `passes`; a line before it has the values of its problem and contestant that
+differ from those of the row above.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from bench.timing import GRAPH, TORCH, noisy
 from fusedops.structure import replacing
 
 #: The version of the files' form, which every file states.
-SCHEMA = 2
+SCHEMA = 3
 
 #: The names of a row's values in its line, and of the others, which precede the first such row.
 COLUMNS = (
@@ -81,6 +82,7 @@ def loads(content: bytes, name: str) -> dict[str, Any]:
                 about = about | line
                 continue
             row = about | dict(zip_longest(report["columns"], line))
+            row["pass"] = report["passes"][row["pass"]]
             work, errors = about["work"].get(row["pass"]), row["error"]
             row["work"] = work and dict(zip(WORK, work, strict=True))
             row["error"] = errors and dict(zip(ERROR, errors, strict=False))
@@ -115,6 +117,7 @@ def save(path: Path, report: dict[str, Any]) -> None:
 def _compact(report: dict[str, Any]) -> dict[str, Any]:
     """Return a report as its file has it."""
     ops, runs = {}, []
+    passes = list(dict.fromkeys(row["pass"] for row in cases(report)))
     for op, block in report["ops"].items():
         run = {name: block[name] for name in ("machine", "rates") if name in block}
         if run not in runs:
@@ -131,11 +134,11 @@ def _compact(report: dict[str, Any]) -> dict[str, Any]:
                 about = _rounded(about)
                 if changed := {n: x for n, x in about.items() if n not in before or before[n] != x}:
                     lines.append(changed)
-                lines.append(_values(row))
+                lines.append(_values(row | {"pass": passes.index(row["pass"])}))
                 before = about
         rest = {name: each for name, each in block.items() if name not in run}
         ops[op] = {"run": runs.index(run), **rest, "cases": lines}
-    return {**report, "ops": ops, "columns": COLUMNS, "runs": runs}
+    return {**report, "ops": ops, "columns": COLUMNS, "passes": passes, "runs": runs}
 
 
 def _some(row: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
