@@ -70,7 +70,8 @@ def loads(content: bytes, name: str) -> dict[str, Any]:
         raise ReportError(f"{name}: no JSON: {error}") from None
     if not (
         isinstance(report, dict)
-        and report.get("schema") == SCHEMA
+        # In files of the version before, rows name their passes.
+        and report.get("schema") in (SCHEMA - 1, SCHEMA)
         and {"device", "ops"} <= report.keys()
         and isinstance(report["ops"], dict)
     ):
@@ -82,13 +83,14 @@ def loads(content: bytes, name: str) -> dict[str, Any]:
                 about = about | line
                 continue
             row = about | dict(zip_longest(report["columns"], line))
-            row["pass"] = report["passes"][row["pass"]]
+            if report["schema"] == SCHEMA:
+                row["pass"] = report["passes"][row["pass"]]
             work, errors = about["work"].get(row["pass"]), row["error"]
             row["work"] = work and dict(zip(WORK, work, strict=True))
             row["error"] = errors and dict(zip(ERROR, errors, strict=False))
             rows.append(row)
         block |= {**report["runs"][block.pop("run")], "cases": rows}
-    return {name: report[name] for name in ("schema", "device", "ops")}
+    return {"schema": SCHEMA, "device": report["device"], "ops": report["ops"]}
 
 
 def start(path: Path | None, device: str) -> dict[str, Any]:
