@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fusedops._frame.check import is_tensor
+from fusedops._frame.check import is_tensor, on_host
 from fusedops._frame.packed import Packed
 from fusedops._frame.primitive import Primitive
 
@@ -221,9 +221,8 @@ class Call:
         def convert(name: str, value: Any) -> Any:
             if name == "precision":
                 return None
-            if is_tensor(value) and not value.is_floating_point():
-                return value.cpu().numpy()
-            return float64(value).copy() if is_tensor(value) or _is_float(value) else value
+            array = on_host(value) if is_tensor(value) else value
+            return float64(array).copy() if _is_float(array) else array
 
         return self.converted(convert)
 
@@ -284,7 +283,7 @@ def by_autograd(
 
 
 def float64(array: Any) -> Any:
-    return array.double().cpu().numpy() if is_tensor(array) else np.asarray(array, np.float64)
+    return np.asarray(on_host(array), np.float64)
 
 
 def tensor(array: Any, device: str, dtype: str) -> Any:

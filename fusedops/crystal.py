@@ -21,15 +21,15 @@ from typing import cast as typed
 
 import numpy as np
 
-from fusedops._frame.arrays import ArrayT, add_at, beside, cast, namespace, zeros
+from fusedops._frame.arrays import ArrayT, add_at, beside, cast, namespace, taken, zeros
 from fusedops._frame.check import (
-    as_array,
+    arrays_only,
+    cotangent,
     device_of,
     dtype_name,
     floats,
     indices,
     is_tensor,
-    no_derivative,
     of_shape,
     real,
     same_device,
@@ -96,25 +96,9 @@ def _linear(check: F) -> LinearOp[F]:
 
     def vjp(*args: Any, **kwargs: Any) -> tuple[Any, Callable[[Any], tuple[Any]]]:
         array, function, adjoint = check(*args, **kwargs)
-        if is_tensor(array):
-            raise TypeError(
-                f"{name}.vjp: map is a torch tensor; it should be a NumPy array, tensors have "
-                "autograd"
-            )
+        arrays_only(f"{name}.vjp", "map", array, ", tensors have autograd")
         y = function(array)
-
-        def pullback(dy: Any) -> tuple[Any]:
-            if is_tensor(dy):
-                raise TypeError(f"{name}.vjp: the cotangent is a tensor; it should be an array")
-            dy = as_array(f"{name}.vjp", "the cotangent", dy)
-            if dy.dtype.kind not in ("fiuc" if y.dtype.kind == "c" else "fiu"):
-                raise TypeError(
-                    f"{name}.vjp: the cotangent has dtype {dy.dtype}; it should be {y.dtype}"
-                )
-            of_shape(f"{name}.vjp", "the cotangent", dy, y.shape)
-            return (adjoint(dy.astype(y.dtype, copy=False)),)
-
-        return y, pullback
+        return y, lambda dy: (adjoint(cotangent(f"{name}.vjp", dy, y.shape, y.dtype)),)
 
     op: Any = outside_of_graphs(call)
     op.vjp = outside_of_graphs(vjp)
@@ -173,12 +157,6 @@ def _checked_map(op: str, map: Any) -> Any:
     return map
 
 
-def _constant(op: str, name: str, value: Any) -> np.ndarray:
-    """Return an argument without derivative as a NumPy array."""
-    no_derivative(op, name, value)
-    return values(op, name, value)
-
-
 def _read_operations(operations: Any, op: str) -> tuple[np.ndarray, np.ndarray]:
     """Return rotations (K, 3, 3), and translations (K, 3) in 24ths from 0 to 23, as int64."""
     try:
@@ -218,7 +196,7 @@ def _matrix(op: str, k: int, operation: Any) -> np.ndarray:
     if hasattr(operation, "rot") and hasattr(operation, "tran"):
         return np.column_stack([operation.rot, operation.tran]) / _PARTS
     name = f"operations[{k}]"
-    matrix = _constant(op, name, operation)
+    matrix = values(op, name, operation)
     if matrix.dtype.kind not in "iuf":
         raise TypeError(
             f"{op}: {name} has dtype {matrix.dtype}; it should be a gemmi.Op, or a matrix of real "
@@ -340,7 +318,8 @@ def _one_pass(moves: list[Any], map: Any) -> Any:
     nx, ny, nz = map.shape
     flat = map.reshape(-1)
     out = zeros(map, map.shape)
-    planes = max(1, (_CHUNK_ON_GPU if is_tensor(map) else _CHUNK) // (ny * nz))
+    on_gpu = is_tensor(map)
+    planes = max(1, (_CHUNK_ON_GPU if on_gpu else _CHUNK) // (ny * nz))
 
     def some(begin: int, end: int) -> None:
         for low in range(begin, end, planes):
@@ -349,20 +328,13 @@ def _one_pass(moves: list[Any], map: Any) -> Any:
                 if move == _IDENTITY:
                     out[low:high] += map[low:high]
                 else:
-                    out[low:high] += _taken(flat, _offsets(move, (nx, ny, nz), low, high, map))
+                    out[low:high] += taken(flat, _offsets(move, (nx, ny, nz), low, high, map))
 
-    if is_tensor(map):
+    if on_gpu:
         some(0, nx)
     else:
         in_parallel(some, nx, planes)
     return out
-
-
-def _taken(flat: Any, offsets: Any) -> Any:
-    if is_tensor(flat):
-        # Tensor.take is much slower.
-        return flat.index_select(0, offsets.reshape(-1)).reshape(offsets.shape)
-    return flat.take(offsets)
 
 
 def _offsets(move: Any, shape: tuple[int, ...], low: int, high: int, like: Any) -> Any:
@@ -480,10 +452,10 @@ class Reflections(Packed):
     Reflections(2 of a map of 20 × 20 × 20, on cpu)
     """
 
-    # factors (K, M): complex; at (K M,): where a real map's half spectrum has an index, or else its
-    # Friedel mate; mated (K M,): whether it has the index, whose structure factor is the conjugate;
-    # held (L,), held_at (L,): where a wave's conjugates (first K M) and waves go.
-    _fields = ("factors", "at", "mated", "held", "held_at")
+    # factors (K, M): complex, and in single precision; at (K M,): where a real map's half spectrum
+    # has an index, or else its Friedel mate; mated (K M,): whether it has the index, whose factor
+    # is the conjugate; held (L,), held_at (L,): where a wave's conjugates (first K M) and waves go.
+    _fields = ("factors", "single", "at", "mated", "held", "held_at")
     _sizes = ("nx", "ny", "nz")
 
     def __init__(
@@ -525,7 +497,7 @@ def _layout(
     operations: Iterable[Any] | None,
 ) -> dict[str, Any]:
     """Return the fields and sizes of `Reflections`."""
-    hkl = _constant(op, "hkl", indices(op, "hkl", hkl)).astype(np.int64, copy=False)
+    hkl = values(op, "hkl", indices(op, "hkl", hkl)).astype(np.int64, copy=False)
     of_shape(op, "hkl", hkl, ("M", 3))
     nx, ny, nz = shape = grid_sizes(op, grid_shape)
     rotations, translations = np.eye(3, dtype=np.int64)[None], np.zeros((1, 3), np.int64)
@@ -545,8 +517,10 @@ def _layout(
     plus, in_plus = _half(turned, shape)
     minus, in_minus = _half(-turned, shape)
     held = np.flatnonzero(np.concatenate([in_plus, in_minus]))
+    factors = _factors(op, hkl, cell, blur, nx * ny * nz) * phases
     return {
-        "factors": _factors(op, hkl, _constant(op, "cell", cell), blur, nx * ny * nz) * phases,
+        "factors": factors,
+        "single": factors.astype(np.complex64),
         "at": np.where(in_plus, plus, minus),
         "mated": in_plus,
         "held": held,
@@ -555,14 +529,6 @@ def _layout(
         "ny": ny,
         "nz": nz,
     }
-
-
-def _in_single(reflections: Reflections) -> np.ndarray:
-    return reflections.factors.astype(np.complex64)
-
-
-def _tensor_in_single(reflections: Reflections) -> Any:
-    return reflections.tensors_here().factors.to(sys.modules["torch"].complex64)
 
 
 def _half(hkl: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -579,17 +545,15 @@ def _scipy_fft() -> Any:
 
 def _transforms(like: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the real transform of several axes, and its inverse: SciPy's are the fastest."""
-    if is_tensor(like):
-        fft = namespace(like).fft
+    fft = namespace(like).fft
+    scipy = _scipy_fft() if fft is np.fft else None
+    if scipy is None:
         return fft.rfftn, fft.irfftn
-    fft = _scipy_fft()
-    if fft is None:
-        return np.fft.rfftn, np.fft.irfftn
     shared = functools.partial(functools.partial, workers=get_num_threads())
-    return shared(fft.rfftn), shared(fft.irfftn)
+    return shared(scipy.rfftn), shared(scipy.irfftn)
 
 
-def _factors(op: str, hkl: np.ndarray, cell: np.ndarray, blur: Any, size: int) -> np.ndarray:
+def _factors(op: str, hkl: np.ndarray, cell: CellLike, blur: Any, size: int) -> np.ndarray:
     """Return the factors (M,) or () of a map's Fourier sums, which make structure factors."""
     cell = read_cell(op, cell)
     volume = abs(np.linalg.det(cell))
@@ -681,23 +645,19 @@ def structure_factors(
             raise TypeError(f"{op}: hkl is a Reflections; cell, blur and operations belong to it")
         if hkl.shape != shape:
             raise ValueError(f"{op}: map has shape {shape}; the Reflections has {hkl.shape}")
-        if is_tensor(map) or hkl.device != "cpu":
-            same_device(op, "hkl", hkl.device, "map", device_of(map))
+        same_device(op, "hkl", hkl.device, "map", device_of(map))
         reflections = hkl
     else:
         if cell is None:
             raise TypeError(f"{op}: cell is None; it should be given, unless hkl is a Reflections")
         reflections = Reflections.of_call(op, hkl, cell, shape, blur, operations)
-        if is_tensor(map):
-            reflections = reflections.to(map.device)
+        reflections = reflections.to(device_of(map))
     single = map.dtype.itemsize == 4
 
     def parts(like: Any) -> tuple[Any, Any]:
         """Return the factors in the precision of the map, and all fields."""
         fields = reflections.fields_like(like)
-        if not single:
-            return fields.factors, fields
-        return reflections.derived(_tensor_in_single if is_tensor(like) else _in_single), fields
+        return fields.single if single else fields.factors, fields
 
     def transform(map: Any) -> Any:
         factors, fields = parts(map)
@@ -718,6 +678,6 @@ def structure_factors(
         _, backward = _transforms(dF)
         dmap = backward(spectrum.reshape(nx, ny, -1), shape, (0, 1, 2), norm="forward")
         # NumPy 1 transforms in float64.
-        return dmap if is_tensor(dF) else dmap.astype("f4" if single else "f8", copy=False)
+        return dmap if dmap.dtype == dF.real.dtype else cast(dmap, dF.real)
 
     return _linear_in(map, transform, adjoint)

@@ -499,7 +499,7 @@ class TestTorch:
         with pytest.raises(TypeError, match="map is a torch tensor; it should be a NumPy array"):
             op.vjp(torch.zeros(3, 3, 6), *rest)
         _, pullback = op.vjp(np.zeros((3, 3, 6)), *rest)
-        with pytest.raises(TypeError, match="the cotangent is a tensor"):
+        with pytest.raises(TypeError, match="the cotangent is a torch tensor"):
             pullback(torch.zeros(1))
 
 

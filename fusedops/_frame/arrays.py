@@ -78,9 +78,22 @@ def int64(array: Any) -> Any:
     return array.long() if is_tensor(array) else array.astype(np.int64, copy=False)
 
 
+def contiguous(array: Any) -> Any:
+    """Return an array with contiguous memory, the same if it has."""
+    return array.contiguous() if is_tensor(array) else np.ascontiguousarray(array)
+
+
 def detached(array: Any) -> Any:
     """Return an array as a constant."""
     return array.detach() if is_tensor(array) else array
+
+
+def taken(flat: Any, index: Any) -> Any:
+    """Return the elements of a flat array at an array of places."""
+    if is_tensor(flat):
+        # Tensor.take is much slower.
+        return flat.index_select(0, index.reshape(-1)).reshape(index.shape)
+    return flat.take(index)
 
 
 def add_at(total: Any, index: Any, values: Any) -> None:

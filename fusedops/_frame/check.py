@@ -78,8 +78,8 @@ def accumulator(array: Any) -> Any:
 
 
 def device_of(array: Any) -> str:
-    """Return an array's device as torch writes it; NumPy arrays are on the CPU."""
-    return "cpu" if isinstance(array, np.ndarray) or array.is_cpu else str(array.device)
+    """Return an array's device as torch writes it; all but tensors are on the CPU."""
+    return "cpu" if getattr(array, "is_cpu", True) else str(array.device)
 
 
 def reference(arrays: Sequence[Any]) -> Any:
@@ -104,6 +104,11 @@ def traced() -> bool:
     """Return whether torch records a call, or works on tensors without memory."""
     torch = sys.modules["torch"]
     return torch.compiler.is_compiling() or private().dispatch_modes() > 0
+
+
+def is_traced(array: Any) -> bool:
+    """Return whether an array is a tensor, and torch records what happens to it."""
+    return is_tensor(array) and traced()
 
 
 def own_memory(op: str, name: str, tensor: Any) -> None:
@@ -199,7 +204,7 @@ def holds(op: str, name: str, state: Any, x: Any, other: str = "x") -> None:
 
 def no_overlap(op: str, name: str, array: Any) -> None:
     """Raise ValueError if two elements of an array may share memory."""
-    if (is_tensor(array) and traced()) or 0 in array.shape:
+    if is_traced(array) or 0 in array.shape:
         return
     strides, extent = (array.stride(), 1) if is_tensor(array) else (array.strides, array.itemsize)
     for stride, size in sorted((abs(s), n) for s, n in zip(strides, array.shape, strict=True)):
@@ -240,9 +245,29 @@ def as_array(op: str, name: str, value: Any) -> Any:
         raise TypeError(f"{op}: {name} is a {kind}; it should be an array: {error}") from None
 
 
-def values(op: str, name: str, value: Any) -> np.ndarray:
-    """Return a constant, an array or a tensor, as a NumPy array. Raises TypeError or ValueError."""
+def arrays_only(op: str, name: str, value: Any, also: str = "") -> None:
+    """Raise TypeError if `value` is a tensor where NumPy arrays alone are served."""
+    if is_tensor(value):
+        refuse(TypeError, op, name, "is a torch tensor", f"be a NumPy array{also}")
+
+
+def cotangent(op: str, value: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return the cotangent of an output of a shape and dtype. Raises TypeError or ValueError."""
+    name = "the cotangent"
+    arrays_only(op, name, value)
     value = as_array(op, name, value)
+    kinds, should = ("fiuc", "a number") if dtype.kind == "c" else ("fiu", "float or int")
+    if value.dtype.kind not in kinds:
+        refuse(TypeError, op, name, f"has dtype {value.dtype}", f"be {should}")
+    of_shape(op, name, value, shape)
+    array: np.ndarray = value.astype(dtype, copy=False)
+    return array
+
+
+def values(op: str, name: str, value: Any) -> np.ndarray:
+    """Return an argument without derivative as a NumPy array. Raises TypeError or ValueError."""
+    value = as_array(op, name, value)
+    no_derivative(op, name, value)
     _not_on_meta(op, name, value)
     return on_host(value)
 

@@ -12,11 +12,13 @@ import numpy as np
 
 from fusedops._frame import registry
 from fusedops._frame.check import (
-    as_array,
+    arrays_only,
+    cotangent,
     device_of,
     dtype_name,
     is_dtensor,
     is_tensor,
+    is_traced,
     of_shape,
     reference,
     refuse,
@@ -228,8 +230,7 @@ class Op(Generic[F_co]):
             by_name = {**dict(zip(self.signature.parameters, args, strict=False)), **kwargs}
             slots[self.shown(bound)[0]] = self.checked_out(bound, by_name, out)
         # A compiled graph chooses its backend when it runs, not when it is traced.
-        tracing = is_tensor(reference(bound.a)) and traced()
-        with registry.asking(backend if tracing else asked):
+        with registry.asking(backend if is_traced(reference(bound.a)) else asked):
             y = self.primitive(*bound.a, out=slots)
             if kind is not None:
                 found = self.planned(bound, slots, (*args, *kwargs.values()))
@@ -339,9 +340,7 @@ class Op(Generic[F_co]):
         bound = self.bound(*args, **kwargs)
         pairs = list(zip(self.arguments, bound.a, strict=False))
         for argument, array in pairs:
-            if is_tensor(array):
-                should = "be a NumPy array, tensors have autograd"
-                refuse(TypeError, f"{name}.vjp", argument, "is a torch tensor", should)
+            arrays_only(f"{name}.vjp", argument, array, ", tensors have autograd")
         if primitive.mutates:
             raise TypeError(primitive.no_gradient(name))
         given = [argument for argument, array in pairs if array is not None]
@@ -370,16 +369,9 @@ class Op(Generic[F_co]):
         for output, value in zip(shown, given, strict=True):
             if value is None:
                 continue
-            if is_tensor(value):
-                refuse(TypeError, op, "the cotangent", "is a torch tensor", "be a NumPy array")
-            value, like = as_array(op, "the cotangent", value), getattr(y, output)
-            if value.dtype.kind not in "fiu":
-                refuse(
-                    TypeError, op, "the cotangent", f"has dtype {value.dtype}", "be float or int"
-                )
+            like = getattr(y, output)
             full = like.shape if bound.lead is None else (*bound.lead, *like.shape[1:])
-            of_shape(op, "the cotangent", value, full)
-            dy[output] = value.astype(like.dtype, copy=False).reshape(like.shape)
+            dy[output] = cotangent(op, value, full, like.dtype).reshape(like.shape)
         return tuple(dy.values())
 
     def as_given(self, bound: Bound, argument: str, dx: Any) -> Any:

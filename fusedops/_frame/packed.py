@@ -140,7 +140,7 @@ class Packed:
         >>> edges.to(torch.device("cpu")) is edges
         True
         """
-        return bridge().tensors.move(self, device)
+        return self if str(device) == self.device else bridge().tensors.move(self, device)
 
     @classmethod
     def read(cls, op: str, *tensors: Any, in_graph: bool = False, **options: Any) -> Self:

@@ -722,7 +722,7 @@ def _vjp_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
 
 def _is_ordered(xyz: Any) -> bool:
     """Return whether the map's kernel sorts the atoms, and saves their order for the gradient."""
-    return is_tensor(xyz) and not (xyz.is_cpu or xyz.is_meta) and xyz.shape[0] >= ORDERED
+    return device_of(xyz) not in ("cpu", "meta") and xyz.shape[0] >= ORDERED
 
 
 _ATOMS = {
@@ -792,27 +792,27 @@ def _outside_of_transforms(name: str, argument: str, value: Any) -> Any:
     return value
 
 
-def _mapped() -> bool:
-    """Return whether torch.vmap is active, which lets nobody look at values."""
+def _unseen(array: Any) -> bool:
+    """Return whether nobody may look at values: in compiled code, torch.vmap or a CUDA graph."""
+    if not is_tensor(array):
+        return False
     torch = private()
-    return torch.transforming() and any(level.key() == torch.vmap for level in torch.transforms())
+    mapped = torch.transforming() and any(level.key() == torch.vmap for level in torch.transforms())
+    captured = array.is_cuda and namespace(array).cuda.is_current_stream_capturing()
+    return mapped or captured or traced()
 
 
 def _raise_or_warn(name: str, on_bad: str, a: Any) -> None:
     """Raise if an atom has no density, or warn that it is left out."""
-    arrays, xyz = [*atoms_of(a), a.radius], a.xyz
-    if is_tensor(xyz) and (on_bad != "raise" and not xyz.is_cpu):
+    unseen = _unseen(a.xyz)
+    if on_bad != "raise" and (unseen or device_of(a.xyz) != "cpu"):
         return
-    if is_tensor(xyz):
-        captured = xyz.is_cuda and namespace(xyz).cuda.is_current_stream_capturing()
-        if traced() or _mapped() or captured:
-            if on_bad != "raise":
-                return
-            raise TypeError(
-                f"{name}: on_bad is 'raise', which has to look at the atoms; inside torch.compile, "
-                "torch.vmap or a CUDA graph it should be 'skip' or 'clamp'"
-            )
-        arrays = [array.detach() for array in arrays]
+    if unseen:
+        raise TypeError(
+            f"{name}: on_bad is 'raise', which has to look at the atoms; inside torch.compile, "
+            "torch.vmap or a CUDA graph it should be 'skip' or 'clamp'"
+        )
+    arrays = map(detached, (*atoms_of(a), a.radius))
     with np.errstate(invalid="ignore", over="ignore"):
         conditions = _conditions(*arrays, lattice=a.lattice, clamp=a.clamp)
     bad = ~_all_of(conditions)

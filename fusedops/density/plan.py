@@ -14,7 +14,6 @@ from fusedops._frame.check import (
     is_tensor,
     no_derivative,
     of_shape,
-    own_memory,
     size,
     traced,
     values,
@@ -210,9 +209,6 @@ def grid_sizes(op: str, grid_shape: Any) -> tuple[int, ...]:
 
 def read_cell(op: str, cell: Any) -> np.ndarray:
     """Return a cell as a new array (3, 3) of finite numbers."""
-    if is_tensor(cell):
-        own_memory(op, "cell", cell)
-    no_derivative(op, "cell", cell)
     given = values(op, "cell", cell)
     of_shape(op, "cell", given, (3, 3))
     if given.dtype.kind not in "biufO":
@@ -258,8 +254,7 @@ def _largest_radius(reach: np.ndarray) -> float:
 
 @functools.lru_cache(maxsize=64)
 def _lattice(cell: tuple[float, ...], shape: tuple[int, ...], device: str) -> Lattice:
-    lattice = Lattice(np.reshape(cell, (3, 3)), shape)
-    return lattice if device == "cpu" else lattice.to(device)
+    return Lattice(np.reshape(cell, (3, 3)), shape).to(device)
 
 
 def read_lattice(name: str, cell: Any, grid_shape: Sequence[int] | None, xyz: Any) -> Lattice:

@@ -17,13 +17,12 @@ from fusedops._frame.arrays import (
     added,
     allows_tf32,
     cast,
-    is_tensor,
     namespace,
     sigmoid,
     widened,
     zeros,
 )
-from fusedops._frame.check import dtype_name, one_of, promoted, size
+from fusedops._frame.check import device_of, dtype_name, one_of, promoted, size
 from fusedops._frame.op import op, to_run
 from fusedops._frame.primitive import Call, Primitive
 from fusedops._frame.registry import BackendName
@@ -414,7 +413,7 @@ def so2_convolution(
             f"{name}: precision is {precision!r}; with float64 it should be None or 'ieee'"
         )
     if precision is None:
-        on_gpu = is_tensor(message) and message.is_cuda
+        on_gpu = device_of(message).startswith("cuda")
         precision = "tf32" if on_gpu and allows_tf32() else "float32"
     arguments = *arrays, lmax, channels, precision
     return to_run(arguments, ("out", "gates") if channels else "out")

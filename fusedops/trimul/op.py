@@ -7,11 +7,10 @@ from collections import namedtuple
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, get_args
 
-import numpy as np
-
 from fusedops._frame.arrays import (
     ArrayT,
     cast,
+    contiguous,
     namespace,
     recomputed,
     sigmoid,
@@ -21,7 +20,6 @@ from fusedops._frame.arrays import (
 )
 from fusedops._frame.check import (
     dtype_name,
-    is_tensor,
     one_of,
     positive,
     promoted,
@@ -97,16 +95,12 @@ def _linear_back(dy: Any, x: Any) -> tuple[Any, Any]:
 def _planes(a: Any) -> Any:
     """Return (B, N, N, H) as contiguous (B, H, N, N), for the products."""
     # Not by moveaxis: torch.vmap has no rule for it.
-    return _contiguous(a.swapaxes(2, 3).swapaxes(1, 2))
+    return contiguous(a.swapaxes(2, 3).swapaxes(1, 2))
 
 
 def _pairs(o: Any) -> Any:
     """Return (B, H, N, N) as (B, N, N, H), the inverse of `_planes`."""
     return o.swapaxes(1, 2).swapaxes(2, 3)
-
-
-def _contiguous(a: Any) -> Any:
-    return a.contiguous() if is_tensor(a) else np.ascontiguousarray(a)
 
 
 def _sides(a: Any) -> tuple[Any, Any]:
@@ -328,7 +322,7 @@ def _end_vjp_formula(a: Any) -> tuple[Any, ...]:
 
 def _sides_vjp_formula(a: Any) -> tuple[Any, ...]:
     w = widened(a)
-    found = _sides_back(w, _contiguous(_pairs(w.dsides)), w.dlogits)
+    found = _sides_back(w, contiguous(_pairs(w.dsides)), w.dlogits)
     return _like(a, (*_SIDES, *_GATE), found)
 
 
