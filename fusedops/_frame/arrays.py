@@ -78,6 +78,16 @@ def int64(array: Any) -> Any:
     return array.long() if is_tensor(array) else array.astype(np.int64, copy=False)
 
 
+def is_writable(array: Any) -> bool:
+    """Return whether an array may be written to."""
+    return is_tensor(array) or array.flags.writeable
+
+
+def is_contiguous(array: Any) -> bool:
+    """Return whether the memory of an array is contiguous."""
+    return bool(array.is_contiguous() if is_tensor(array) else array.flags.c_contiguous)
+
+
 def contiguous(array: Any) -> Any:
     """Return an array with contiguous memory, the same if it has."""
     return array.contiguous() if is_tensor(array) else np.ascontiguousarray(array)
@@ -94,6 +104,12 @@ def taken(flat: Any, index: Any) -> Any:
         # Tensor.take is much slower.
         return flat.index_select(0, index.reshape(-1)).reshape(index.shape)
     return flat.take(index)
+
+
+def as_tensor(value: Any, dtype: str) -> Any:
+    """Return a tensor as it is, and any other value as a tensor of a dtype."""
+    torch = sys.modules["torch"]
+    return value if is_tensor(value) else torch.as_tensor(value, dtype=getattr(torch, dtype))
 
 
 def add_at(total: Any, index: Any, values: Any) -> None:

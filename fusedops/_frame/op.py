@@ -11,6 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, overload
 import numpy as np
 
 from fusedops._frame import registry
+from fusedops._frame.arrays import is_contiguous, is_writable
 from fusedops._frame.check import (
     arrays_only,
     cotangent,
@@ -301,18 +302,14 @@ class Op(Generic[F_co]):
         if out.dtype != dtype:
             was, should = f"has dtype {dtype_name(out.dtype)}", f"be {dtype_name(dtype)}"
             refuse(TypeError, name, "out", was, should)
-        if is_tensor(out):
-            contiguous, writable = out.is_contiguous(), True
-            if bridge().modes.watched((*arrays, out)):
-                raise RuntimeError(
-                    f"{name}: out is given and an argument requires grad; it should be called "
-                    "without out, or under torch.no_grad"
-                )
-        else:
-            contiguous, writable = out.flags.c_contiguous, out.flags.writeable
-        if not contiguous or not writable:
-            what = "read-only" if contiguous else "not contiguous"
-            refuse(ValueError, name, "out", f"is {what}", "be contiguous and writable")
+        if is_tensor(out) and bridge().modes.watched((*arrays, out)):
+            raise RuntimeError(
+                f"{name}: out is given and an argument requires grad; it should be called without "
+                "out, or under torch.no_grad"
+            )
+        for is_fit, was in (is_contiguous, "not contiguous"), (is_writable, "read-only"):
+            if not is_fit(out):
+                refuse(ValueError, name, "out", f"is {was}", "be contiguous and writable")
         # Look at converted arguments as well as given ones: a conversion may copy, or be a view.
         converted = (*zip(names, arrays, strict=True), *[(None, value) for value in others])
         for argument, value in (*given.items(), *converted):

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
-from fusedops._frame.check import device_of, dtype_name, is_tensor, own_memory, refuse, traced
+from fusedops._frame.check import (
+    device_of,
+    dtype_name,
+    is_tensor,
+    own_memory,
+    refuse,
+    same_device,
+    traced,
+)
 from fusedops._frame.hook import bridge, compiling, loaded, outside_of_graphs
 from fusedops._frame.torch_private import private
 
@@ -143,13 +151,29 @@ class Packed:
         return self if str(device) == self.device else bridge().tensors.move(self, device)
 
     @classmethod
+    def given(cls, op: str, beside: tuple[str, Any], *arrays: Any, **options: Any) -> Self:
+        """Return an op's packed argument: the object given for it, or the one read from arrays.
+
+        Raises ValueError unless it is on the device of another argument, whose name and value are
+        `beside`.
+        """
+        other, like = beside
+        found = arrays[0] if isinstance(arrays[0], cls) else None
+        for name, array in zip(cls._given, arrays, strict=True):
+            device = found.device if found is not None else device_of(array)
+            same_device(op, name, device, other, device_of(like))
+        return cls.read(op, *arrays, **options) if found is None else found
+
+    @classmethod
     def read(cls, op: str, *tensors: Any, in_graph: bool = False, **options: Any) -> Self:
-        """Return the object that tensors describe; an op was given them in its place.
+        """Return the object that tensors, or other arrays, describe; an op was given them for it.
 
         Reading from a GPU waits for the GPU, so objects of tensors there are `kept`. While torch
         traces a graph, the object has only the attributes of `foresee`; each run of the graph reads
         the tensors, `in_graph`.
         """
+        if not tensors or not all(map(is_tensor, tensors)):
+            return cls.made_of(*tensors, **options)
         if traced():
             self = cls.__new__(cls)
             unread = list(tensors), [options[name] for name in cls._options]
@@ -225,7 +249,7 @@ class Packed:
 
     @classmethod
     def made_of(cls, *tensors: Any, **options: Any) -> Self:
-        """Return the object that tensors describe; on the CPU it is for one call."""
+        """Return the object that arrays describe; on the CPU it is for one call."""
         return cls(*tensors, **options)
 
     @classmethod

@@ -7,16 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from fusedops._frame.arrays import namespace
+from fusedops._frame.arrays import is_writable, namespace
 from fusedops._frame.check import (
     device_of,
     indices,
-    is_tensor,
+    is_traced,
     on_host,
-    same_device,
     sharing,
     size,
-    traced,
 )
 from fusedops._frame.packed import Packed, bridge
 
@@ -180,21 +178,14 @@ def read_sequences(name: str, cu_seqlens: Any, first: str, x: Any) -> Sequences 
         raise ValueError(
             f"{name}: {first} has shape {tuple(x.shape)}; with cu_seqlens it should be ({sizes})"
         )
-    given = isinstance(cu_seqlens, Sequences)
-    device = cu_seqlens.device if given else "cpu"
-    device = device_of(cu_seqlens) if is_tensor(cu_seqlens) else device
-    same_device(name, "cu_seqlens", device, first, device_of(x))
     tokens = x.shape[1]
-    if given:
-        if cu_seqlens.num_tokens != tokens:
-            raise ValueError(
-                f"{name}: cu_seqlens ends at {cu_seqlens.num_tokens}; it should end at {tokens}, "
-                f"the number of tokens in {first}"
-            )
-        return cu_seqlens
-    if not is_tensor(cu_seqlens):
-        return Sequences(cu_seqlens, num_tokens=tokens)
-    return Sequences.read(name, cu_seqlens, num_tokens=tokens)
+    sequences = Sequences.given(name, (first, x), cu_seqlens, num_tokens=tokens)
+    if sequences.num_tokens != tokens:
+        raise ValueError(
+            f"{name}: cu_seqlens ends at {sequences.num_tokens}; it should end at {tokens}, the "
+            f"number of tokens in {first}"
+        )
+    return sequences
 
 
 def may_update(name: str, a: Any, others: Iterable[str]) -> None:
@@ -203,13 +194,13 @@ def may_update(name: str, a: Any, others: Iterable[str]) -> None:
     at = sharing(a.state, [getattr(a, other) for other in others])
     if at is not None:
         raise ValueError(f"{name}: {others[at]} shares memory with state; it should not")
-    if not is_tensor(a.state) and not a.state.flags.writeable:
+    if not is_writable(a.state):
         raise ValueError(f"{name}: state is read-only; it should be writable, to be updated")
 
 
 def readable(array: Any) -> Any:
     """Return integers that the host may read, or None for others."""
-    hidden = array is not None and is_tensor(array) and (traced() or not array.is_cpu)
+    hidden = array is not None and (device_of(array) != "cpu" or is_traced(array))
     return None if hidden else array
 
 

@@ -34,7 +34,6 @@ from fusedops._frame.check import (
     positive,
     promoted,
     real,
-    same_device,
     traced,
     warn,
 )
@@ -44,7 +43,7 @@ from fusedops._frame.op import op, to_run
 from fusedops._frame.primitive import Call, Primitive
 from fusedops._frame.registry import BackendName
 from fusedops._frame.torch_private import private
-from fusedops.density.plan import CellLike, Lattice, grid_sizes, read_lattice
+from fusedops.density.plan import CellLike, Lattice, read_lattice
 
 #: The share by which a voxel's squared distance may exceed an atom's squared radius. It keeps a
 #: voxel at the radius inside, however its distance is rounded.
@@ -954,13 +953,7 @@ def gaussian_density(
         in_radius = Made(lambda widths: _full(number, dtype, widths), widths)
     else:
         in_radius = _in(dtype, _constant(name, "radius", radius))
-    if isinstance(cell, Lattice):
-        if grid_shape is not None and grid_sizes(name, grid_shape) != cell.grid:
-            raise ValueError(f"{name}: grid_shape is {grid_shape}; the Lattice has {cell.grid}")
-        lattice = cell
-        same_device(name, "cell", lattice.device, "xyz", device_of(xyz))
-    else:
-        lattice = read_lattice(name, cell, grid_shape, xyz)
+    lattice = read_lattice(name, cell, grid_shape, xyz)
     atoms: tuple[Any, ...] = xyz, b, occupancy, _in(dtype, amplitudes), _in(dtype, widths)
     return to_run(
         (*atoms, in_radius, lattice, int(on_bad == "clamp")),

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 
+from fusedops._frame.arrays import as_tensor
 from fusedops._frame.check import (
     device_of,
-    is_tensor,
+    is_traced,
     no_derivative,
     of_shape,
     size,
-    traced,
     values,
 )
 from fusedops._frame.packed import Packed, outside_of_graphs
@@ -258,13 +257,17 @@ def _lattice(cell: tuple[float, ...], shape: tuple[int, ...], device: str) -> La
 
 
 def read_lattice(name: str, cell: Any, grid_shape: Sequence[int] | None, xyz: Any) -> Lattice:
+    """Return the lattice of a cell and a grid, or the one given for both, where `xyz` is."""
+    if isinstance(cell, Lattice):
+        if grid_shape is not None and grid_sizes(name, grid_shape) != cell.grid:
+            raise ValueError(f"{name}: grid_shape is {grid_shape}; the Lattice has {cell.grid}")
+        return Lattice.given(name, ("xyz", xyz), cell)
     if grid_shape is None:
         raise TypeError(f"{name}: grid_shape is None; it should be given, unless cell is a Lattice")
-    if is_tensor(xyz) and traced():
+    if is_traced(xyz):
         no_derivative(name, "cell", cell)
         nx, ny, nz = grid_sizes(name, grid_shape)
-        tensor = sys.modules["torch"].as_tensor(cell, dtype=None if is_tensor(cell) else float)
-        return Lattice.read(name, tensor, nx=nx, ny=ny, nz=nz)
+        return Lattice.read(name, as_tensor(cell, "float64"), nx=nx, ny=ny, nz=nz)
     cell = read_cell(name, cell)
     shape = grid_sizes(name, grid_shape)
     return _lattice(tuple(cell.ravel().tolist()), shape, device_of(xyz))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fusedops._frame import registry
-from fusedops._frame.check import is_tensor, on_host
+from fusedops._frame.check import on_host
 from fusedops._frame.hook import outside_of_graphs
 from fusedops._frame.kinds import Plans, kind_of
 from fusedops._frame.registry import BackendName
@@ -298,9 +298,7 @@ def _differentiable(halo: Halo, activation: str, x: Any, kernels: Any, bias: Any
 def _sequences(cu_seqlens: Any) -> Sequences:
     if isinstance(cu_seqlens, Sequences):
         return cu_seqlens
-    if is_tensor(cu_seqlens):
-        return Sequences.read(_NAME, cu_seqlens, num_tokens=None)
-    return Sequences(cu_seqlens)
+    return Sequences.read(_NAME, cu_seqlens, num_tokens=None)
 
 
 def _overlap(ends: Sequence[int], of: int, to: int, width: int) -> int:

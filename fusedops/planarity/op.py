@@ -14,12 +14,12 @@ import numpy as np
 from fusedops._frame.arrays import cast, double, int64, namespace
 from fusedops._frame.check import (
     accumulator,
+    arrays_only,
     device_of,
     is_tensor,
     on_host,
     one_of,
     same_device,
-    traced,
 )
 from fusedops._frame.hook import outside_of_graphs
 from fusedops._frame.op import op, to_run
@@ -31,10 +31,10 @@ from fusedops.planarity.plan import (
     FITS,
     Fit,
     Planes,
+    arrays_of,
     as_columns,
     checked_groups,
-    planes_of,
-    tensors_of,
+    read_planes,
     with_planes,
 )
 
@@ -207,10 +207,7 @@ class _Nll(Protocol):
 def _check(name: str, xyz: Any, plane_groups: Any, fit: str) -> Any:
     planes = plane_groups
     if not isinstance(planes, Planes):
-        if is_tensor(xyz) and traced():
-            planes = Planes.read(name, *tensors_of(planes), num_atoms=xyz.shape[0])
-        else:
-            planes = planes_of(planes, xyz)
+        planes = read_planes(name, planes, xyz)
     same_device(name, "plane_groups", planes.device, "xyz", device_of(xyz))
     if planes.bound > xyz.shape[0]:
         raise IndexError(
@@ -324,10 +321,9 @@ def plane_deviations(
     >>> abs(d).round(6).tolist()
     [[0.1, 0.1, 0.1, 0.1]]
     """
-    if is_tensor(xyz):
-        raise TypeError("plane_deviations: xyz is a torch tensor; it should be a NumPy array")
+    arrays_only("plane_deviations", "xyz", xyz)
     checked("plane_deviations", nll.declared, {"xyz": xyz}, ())
-    groups, device = checked_groups(plane_groups)
+    groups, device = checked_groups(arrays_of(plane_groups))
     same_device("plane_deviations", "plane_groups", device, "xyz", "cpu")
     _check("plane_deviations", xyz, groups, fit)
     return [

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
 
+from fusedops._frame.arrays import as_tensor
 from fusedops._frame.check import (
     device_of,
     is_tensor,
-    no_derivative,
-    own_memory,
+    is_traced,
     same_device,
     size,
-    traced,
     values,
 )
 from fusedops._frame.packed import Packed
@@ -104,14 +103,24 @@ class Planes(Packed):
     def __init__(
         self, plane_groups: Sequence[tuple[Any, Any]], *, num_atoms: int = MOST_ATOMS
     ) -> None:
-        num_atoms = size("Planes", "num_atoms", num_atoms)
-        groups, device = checked_groups(plane_groups)
-        self._lay_out(groups, num_atoms, device)
+        self._lay_out(arrays_of(plane_groups), size("Planes", "num_atoms", num_atoms))
 
     @classmethod
-    def made_of(cls, *tensors: Any, num_atoms: int) -> Planes:
-        """Return the object that index and sigma tensors describe, group after group."""
-        return cls(list(zip(tensors[::2], tensors[1::2], strict=True)), num_atoms=num_atoms)
+    def made_of(cls, *arrays: Any, num_atoms: int) -> Planes:
+        """Return the object that indices and sigmas describe, group after group."""
+        self = cls.__new__(cls)
+        self._lay_out(arrays, num_atoms, lasting=False)
+        return self
+
+    @classmethod
+    def _read_once(
+        cls, op: str, tensors: Sequence[Any], options: dict[str, Any], in_graph: bool
+    ) -> Planes:
+        if not tensors[0].is_cpu:
+            # A CUDA graph wouldn't hold planes that are packed anew after a write.
+            cls._refuse_capture(op)
+        # To pack planes takes so long that those of CPU tensors are kept too.
+        return cls.kept(tensors, options, lambda: cls.made_of(*tensors, **options))
 
     @classmethod
     def foresee(cls, *tensors: Any, num_atoms: int) -> dict[str, Any]:
@@ -120,14 +129,8 @@ class Planes(Packed):
         num_entries = sum(index.numel() for index in tensors[::2])
         return {"bound": 0, "num_planes": num_planes, "num_entries": num_entries}
 
-    def _lay_out(
-        self,
-        groups: list[tuple[np.ndarray, np.ndarray]],
-        num_atoms: int,
-        device: str,
-        *,
-        lasting: bool = True,
-    ) -> None:
+    def _lay_out(self, arrays: Sequence[Any], num_atoms: int, *, lasting: bool = True) -> None:
+        groups, device = checked_groups(arrays)
         num_atoms = min(num_atoms, MOST_ATOMS)
         pack = compiled("planes", "planarity", forced(None))
         parts = None if pack is None else pack(groups, num_atoms)
@@ -242,86 +245,57 @@ def constant(n: np.ndarray, sigma: np.ndarray) -> np.ndarray:
     return np.array([np.sum((np.log(sigma) + HALF_LOG_2PI) * copies)])
 
 
-def tensors_of(plane_groups: Any) -> list[Any]:
-    """Return the indices and sigmas of all groups as tensors, for a graph."""
-    torch = sys.modules["torch"]
-    return [
-        torch.as_tensor(array, dtype=None if is_tensor(array) else dtype)
-        for group in plane_groups
-        for array, dtype in zip(group, (torch.int64, torch.float64), strict=True)
-    ]
-
-
-def _read(plane_groups: Any, num_atoms: int) -> Planes:
-    """Return the `Planes` of a list; of tensors, the same ones until a write to any of them."""
-
-    def make() -> Planes:
-        planes = Planes.__new__(Planes)
-        groups, device = checked_groups(plane_groups)
-        planes._lay_out(groups, num_atoms, device, lasting=False)
-        return planes
-
-    if not isinstance(plane_groups, (list, tuple)):
-        return make()
-    given: list[Any] = []
-    for entry in plane_groups:
-        pair = isinstance(entry, (tuple, list)) and len(entry) == 2
-        if not pair or not all([is_tensor(array) for array in entry]):
-            return make()
-        given += entry
-    if not given:
-        return make()
-    if not given[0].is_cpu:
-        # A CUDA graph wouldn't hold planes that are packed anew after a write.
-        Planes._refuse_capture("Planes")
-    with Planes.outside_of_transforms("Planes", given):
-        return Planes.kept(given, {"num_atoms": num_atoms}, make)
-
-
-def checked_groups(plane_groups: Any) -> tuple[list[tuple[np.ndarray, np.ndarray]], str]:
-    """Return the groups as NumPy arrays and the device that they came from."""
-    scalar = getattr(plane_groups, "ndim", 1) == 0
-    if isinstance(plane_groups, Planes) or not isinstance(plane_groups, Iterable) or scalar:
+def arrays_of(plane_groups: Any) -> list[Any]:
+    """Return the indices and sigmas of all groups, one after the other. Raises TypeError."""
+    try:
+        entries = list(plane_groups)
+    except TypeError:
         raise TypeError(
             f"Planes: plane_groups is a {type(plane_groups).__name__}; it should be a sequence of "
             "pairs (indices, sigmas)"
-        )
-    groups, device, first = [], None, None
-    for g, entry in enumerate(plane_groups):
+        ) from None
+    arrays: list[Any] = []
+    for g, entry in enumerate(entries):
         if not isinstance(entry, (tuple, list)) or len(entry) != 2:
             raise TypeError(
                 f"Planes: plane_groups[{g}] is {type(entry).__name__}; it should be a pair "
                 "(indices, sigmas)"
             )
-        index, sigma = entry
-        names = f"plane_groups[{g}] indices", f"plane_groups[{g}] sigmas"
+        arrays += entry
+    return arrays
+
+
+def checked_groups(arrays: Sequence[Any]) -> tuple[list[tuple[np.ndarray, np.ndarray]], str]:
+    """Return all indices and sigmas as NumPy arrays, and the device that they came from."""
+    groups, device, first = [], None, None
+    for g, (index, sigma) in enumerate(zip(arrays[::2], arrays[1::2], strict=True)):
+        group = f"plane_groups[{g}]"
         if not (type(index) is np.ndarray and type(sigma) is np.ndarray):
-            for name, array in zip(names, entry, strict=True):
+            pairs = (f"{group} indices", index), (f"{group} sigmas", sigma)
+            for name, array in pairs:
                 if is_tensor(array):
-                    own_memory("Planes", name, array)
                     device, first = device or device_of(array), first or name
                     same_device("Planes", name, device_of(array), first, device)
-                    no_derivative("Planes", name, array)
-            index, sigma = (values("Planes", *pair) for pair in zip(names, entry, strict=True))
+            index, sigma = (values("Planes", *pair) for pair in pairs)
         if index.dtype.kind != "i":
             raise TypeError(
-                f"Planes: {names[0]} has dtype {index.dtype}; it should be int32 or int64"
+                f"Planes: {group} indices has dtype {index.dtype}; it should be int32 or int64"
             )
         if index.ndim != 2 or index.shape[1] < 3:
             raise ValueError(
-                f"Planes: {names[0]} has shape {index.shape}; it should be (P, n) with n ≥ 3"
+                f"Planes: {group} indices has shape {index.shape}; it should be (P, n) with n ≥ 3"
             )
         if sigma.dtype.kind not in "fi":
             raise TypeError(
-                f"Planes: {names[1]} has dtype {sigma.dtype}; it should be float32 or float64"
+                f"Planes: {group} sigmas has dtype {sigma.dtype}; it should be float32 or float64"
             )
         if sigma.shape == (len(index), 1):
             # One for each plane, as no plane has one atom.
             sigma = sigma[:, 0]
         elif sigma.shape not in (index.shape[:1], index.shape):
             raise ValueError(
-                f"Planes: {names[1]} has shape {sigma.shape}; it should be {index.shape[:1]} for "
-                f"planes or {index.shape} for atoms"
+                f"Planes: {group} sigmas has shape {sigma.shape}; it should be {index.shape[:1]} "
+                f"for planes or {index.shape} for atoms"
             )
         groups.append((index, sigma))
     return groups, device or "cpu"
@@ -351,18 +325,26 @@ def with_planes(*args: Any) -> tuple[Any, ...]:
     if len(args) < 2:
         return args
     xyz, plane_groups, *others = args
-    array = isinstance(xyz, np.ndarray) or (is_tensor(xyz) and not (xyz.is_nested or traced()))
+    array = isinstance(xyz, np.ndarray) or (is_tensor(xyz) and not xyz.is_nested)
     if not (isinstance(plane_groups, (list, tuple)) and array and xyz.ndim == 2):
         return args
-    return xyz, planes_of(plane_groups, xyz), *others
+    return xyz, read_planes("Planes", plane_groups, xyz), *others
 
 
-def planes_of(plane_groups: Any, xyz: Any) -> Planes:
+def read_planes(name: str, plane_groups: Any, xyz: Any) -> Planes:
     """Return the planes of a list; without any, on the device of the atoms."""
-    planes = _read(plane_groups, xyz.shape[0])
-    if not planes.num_planes and is_tensor(xyz) and not xyz.is_meta:
-        return planes.to(xyz.device)
-    return planes
+    arrays = arrays_of(plane_groups)
+    if is_traced(xyz):
+        tensors = map(as_tensor, arrays, itertools.cycle(("int64", "float64")))
+        return Planes.read(name, *tensors, num_atoms=xyz.shape[0])
+    if arrays and all(map(is_tensor, arrays)):
+        # Not by `read`, whose checks packing repeats: planes that were kept are found sooner.
+        with Planes.outside_of_transforms(name, arrays):
+            planes = Planes._read_once(name, arrays, {"num_atoms": xyz.shape[0]}, False)
+    else:
+        planes = Planes.made_of(*arrays, num_atoms=xyz.shape[0])
+    alone = not planes.num_planes and device_of(xyz) != "meta"
+    return planes.to(device_of(xyz)) if alone else planes
 
 
 def as_columns(values: np.ndarray) -> np.ndarray:

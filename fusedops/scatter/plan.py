@@ -17,7 +17,6 @@ from fusedops._frame.check import (
     is_tensor,
     of_shape,
     on_host,
-    same_device,
     size,
 )
 from fusedops._frame.packed import Packed
@@ -124,13 +123,13 @@ class ScatterPlan(Packed):
             self._hold(wa=wa, wbwc=wbwc, map_size=map_size)
             return
         wa, wbwc = (_dense(array, copy) for array in (wa, wbwc))
-        borrowed = () if copy else tuple([array for array in given if is_tensor(array)])
+        borrowed = () if copy else tuple(filter(is_tensor, given))
         self._hold(wa=wa, wbwc=wbwc, map_size=map_size, borrowed=borrowed)
 
     @classmethod
     def made_of(cls, wa: Any, wbwc: Any, *, map_size: int) -> Self:
         """Return a plan; on the CPU the formula or kernel that reads it checks its arrays."""
-        if is_tensor(wa) and not wa.is_cpu:
+        if device_of(wa) != "cpu":
             return cls(wa, wbwc, map_size)
         self = cls.__new__(cls)
         self._lay_out(wa, wbwc, map_size, copy=False)
@@ -363,25 +362,15 @@ def _pairs(origins: Any, shape: Sequence[int], grid: Sequence[int]) -> tuple[Any
 
 def read_plan(name: str, wa: Any, wbwc: Any, map_size: int | None, argument: str, like: Any) -> Any:
     """Return a checked plan on the device of `like`."""
+    if map_size is not None:
+        map_size = size(name, "map_size", map_size, bits=60)
     if isinstance(wa, ScatterPlan):
-        for other, value in (("wbwc", wbwc), ("map_size", map_size)):
-            same = other == "map_size" and value is not None
-            same = same and size(name, other, value, bits=60) == wa.map_size
-            if value is not None and not same:
-                raise TypeError(f"{name}: {other} is given; a ScatterPlan for wa has it already")
-        same_device(name, "wa", wa.device, argument, device_of(like))
-        return wa
-    if wbwc is None or map_size is None:
+        if wbwc is not None or map_size not in (None, wa.map_size):
+            other = "map_size" if wbwc is None else "wbwc"
+            raise TypeError(f"{name}: {other} is given; a ScatterPlan for wa has it already")
+    elif wbwc is None or map_size is None:
         missing = "wbwc" if wbwc is None else "map_size"
         raise TypeError(
             f"{name}: {missing} is None; it should be given, unless wa is a ScatterPlan"
         )
-    for other, value in (("wa", wa), ("wbwc", wbwc)):
-        if is_tensor(value):
-            same_device(name, other, device_of(value), argument, device_of(like))
-        elif device_of(like) != "cpu":
-            raise TypeError(f"{name}: {other} is no tensor; it should be one, as {argument} is")
-    map_size = size(name, "map_size", map_size, bits=60)
-    if is_tensor(wa) and is_tensor(wbwc):
-        return ScatterPlan.read(name, wa, wbwc, map_size=map_size)
-    return ScatterPlan.made_of(wa, wbwc, map_size=map_size)
+    return ScatterPlan.given(name, (argument, like), wa, wbwc, map_size=map_size)

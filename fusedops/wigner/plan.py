@@ -13,9 +13,7 @@ from fusedops._frame.arrays import grouped, namespace
 from fusedops._frame.check import (
     device_of,
     indices,
-    is_tensor,
     on_host,
-    same_device,
     size,
 )
 from fusedops._frame.packed import Packed
@@ -269,27 +267,20 @@ def read_graph(
     name: str, edge_index: Any, num_nodes: int | None, like: Any, argument: str, count: int
 ) -> Edges:
     """Return checked edges, `count` of them, on the device of `like`."""
-    given = isinstance(edge_index, Edges)
-    device = edge_index.device if given else "cpu"
-    device = device_of(edge_index) if is_tensor(edge_index) else device
-    same_device(name, "edge_index", device, argument, device_of(like))
-    if not given:
-        if num_nodes is None:
-            raise TypeError(
-                f"{name}: num_nodes is None; it should be an int, unless edge_index is Edges"
-            )
-        if is_tensor(edge_index):
-            nodes = size(name, "num_nodes", num_nodes, bits=60)
-            edge_index = Edges.read(name, edge_index, num_nodes=nodes)
-        else:
-            edge_index = Edges(edge_index, num_nodes)
-    elif num_nodes is not None and edge_index.num_nodes != size(name, "num_nodes", num_nodes):
-        raise ValueError(
-            f"{name}: edge_index has {edge_index.num_nodes} nodes; it should have {num_nodes}"
+    if num_nodes is not None:
+        num_nodes = size(name, "num_nodes", num_nodes, bits=60)
+    elif not isinstance(edge_index, Edges):
+        raise TypeError(
+            f"{name}: num_nodes is None; it should be an int, unless edge_index is Edges"
         )
-    if edge_index.num_edges != count:
+    edges = Edges.given(name, (argument, like), edge_index, num_nodes=num_nodes)
+    if num_nodes not in (None, edges.num_nodes):
         raise ValueError(
-            f"{name}: edge_index has {edge_index.num_edges} edges; it should have {count}, the "
-            "length of the matrices"
+            f"{name}: edge_index has {edges.num_nodes} nodes; it should have {num_nodes}"
         )
-    return edge_index
+    if edges.num_edges != count:
+        raise ValueError(
+            f"{name}: edge_index has {edges.num_edges} edges; it should have {count}, the length "
+            "of the matrices"
+        )
+    return edges
