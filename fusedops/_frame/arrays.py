@@ -112,12 +112,14 @@ def as_tensor(value: Any, dtype: str) -> Any:
     return value if is_tensor(value) else torch.as_tensor(value, dtype=getattr(torch, dtype))
 
 
-def add_at(total: Any, index: Any, values: Any) -> None:
-    """Add values to rows of `total`, in place."""
-    if is_tensor(total):
-        total.index_add_(0, index, values)
-    else:
+def add_at(total: Any, index: Any, values: Any, *, in_order: bool = False) -> None:
+    """Add values to rows of `total`, in place; if `in_order`, in one order on a GPU too."""
+    if not is_tensor(total):
         np.add.at(total, index, values)
+    elif in_order:
+        total.index_put_((index,), values, accumulate=True)
+    else:
+        total.index_add_(0, index, values)
 
 
 def allows_tf32() -> bool:

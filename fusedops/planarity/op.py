@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
 
-from fusedops._frame.arrays import cast, double, int64, namespace
+from fusedops._frame.arrays import add_at, cast, double, int64, namespace, zeros
 from fusedops._frame.check import (
     accumulator,
     arrays_only,
     device_of,
-    is_tensor,
     on_host,
     one_of,
     same_device,
@@ -98,16 +97,10 @@ class _Fit:
 
 def _scatter(rows: list[tuple[Any, Any]], like: Any) -> Any:
     """Return (N, 3) in the dtype of `like` with every row added to its atom."""
-    if is_tensor(like):
-        out = double(like.new_zeros(like.shape))
-        for index, row in rows:
-            # Unlike index_add, deterministic on a GPU too.
-            out = out.index_put((index,), row, accumulate=True)
-        return out.to(like.dtype)
-    out = np.zeros(like.shape)
+    out = double(zeros(like, tuple(like.shape)))
     for index, row in rows:
-        np.add.at(out, index, row)
-    return out.astype(like.dtype)
+        add_at(out, index, row, in_order=True)
+    return cast(out, like)
 
 
 def _nll_formula(a: Any) -> tuple[Any, Any]:
