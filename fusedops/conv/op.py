@@ -6,7 +6,7 @@ The definition of value and gradient, the rule for all further derivatives, and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, overload
 
 from fusedops._frame.arrays import ArrayT, added, cast, namespace, sigmoid, wide, zeros
 from fusedops._frame.check import (
@@ -30,6 +30,17 @@ from fusedops.conv.plan import (
     readable,
     spans,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fusedops.conv.plan import Options
+
+    class _Options(Options[ArrayT], total=False):
+        bias: ArrayT | None
+        residual: ArrayT | None
+        activation: Activation | None
+
 
 Activation = Literal["silu", "swish"]
 ACTIVATIONS = (None, *get_args(Activation))
@@ -304,14 +315,8 @@ class _Conv(Protocol):
         x: ArrayT,
         kernels: ArrayT,
         *,
-        bias: ArrayT | None = ...,
-        residual: ArrayT | None = ...,
-        initial_state: ArrayT | None = ...,
         output_final_state: Literal[False] = ...,
-        cu_seqlens: Sequences | ArrayT | None = ...,
-        activation: Activation | None = ...,
-        out: ArrayT | None = ...,
-        backend: BackendName | None = ...,
+        **options: Unpack[_Options[ArrayT]],
     ) -> ArrayT: ...
     @overload
     def __call__(
@@ -319,14 +324,8 @@ class _Conv(Protocol):
         x: ArrayT,
         kernels: ArrayT,
         *,
-        bias: ArrayT | None = ...,
-        residual: ArrayT | None = ...,
-        initial_state: ArrayT | None = ...,
         output_final_state: Literal[True],
-        cu_seqlens: Sequences | ArrayT | None = ...,
-        activation: Activation | None = ...,
-        out: ArrayT | None = ...,
-        backend: BackendName | None = ...,
+        **options: Unpack[_Options[ArrayT]],
     ) -> tuple[ArrayT, ArrayT]: ...
     @overload
     def __call__(
@@ -334,14 +333,8 @@ class _Conv(Protocol):
         x: ArrayT,
         kernels: ArrayT,
         *,
-        bias: ArrayT | None = ...,
-        residual: ArrayT | None = ...,
-        initial_state: ArrayT | None = ...,
         output_final_state: bool,
-        cu_seqlens: Sequences | ArrayT | None = ...,
-        activation: Activation | None = ...,
-        out: ArrayT | None = ...,
-        backend: BackendName | None = ...,
+        **options: Unpack[_Options[ArrayT]],
     ) -> Any: ...
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,23 @@ from fusedops._frame.check import (
     size,
 )
 from fusedops._frame.packed import Packed, bridge
+
+if TYPE_CHECKING:
+    from typing import Generic
+
+    from typing_extensions import TypedDict
+
+    from fusedops._frame.arrays import ArrayT
+    from fusedops._frame.registry import BackendName
+
+    class Options(TypedDict, Generic[ArrayT], total=False):
+        """The options of every op on sequences, beside `output_final_state`."""
+
+        initial_state: ArrayT | None
+        cu_seqlens: Sequences | ArrayT | None
+        out: ArrayT | None
+        backend: BackendName | None
+
 
 #: The tokens of one sequence that a kernel takes at a time. It stands here, not with the kernels,
 #: because `Sequences` lists these chunks.
