@@ -83,14 +83,9 @@ def is_writable(array: Any) -> bool:
     return is_tensor(array) or array.flags.writeable
 
 
-def is_contiguous(array: Any) -> bool:
-    """Return whether the memory of an array is contiguous."""
-    return bool(array.is_contiguous() if is_tensor(array) else array.flags.c_contiguous)
-
-
 def contiguous(array: Any) -> Any:
     """Return an array with contiguous memory, the same if it has."""
-    return array.contiguous() if is_tensor(array) else np.ascontiguousarray(array)
+    return array.contiguous() if is_tensor(array) else np.asanyarray(array, order="C")
 
 
 def detached(array: Any) -> Any:

@@ -45,6 +45,11 @@ def is_tensor(value: Any) -> TypeIs[Tensor]:
     return tensor is not None and isinstance(value, tensor)
 
 
+def is_array(value: Any) -> bool:
+    """Return whether `value` is a NumPy array or a torch tensor."""
+    return isinstance(value, np.ndarray) or is_tensor(value)
+
+
 def is_dtensor(value: Any) -> bool:
     """Return whether `value` is a DTensor, without importing torch's distributed tensors."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)

@@ -11,12 +11,13 @@ from typing import Any, Generic, NamedTuple, TypeVar, overload
 import numpy as np
 
 from fusedops._frame import registry
-from fusedops._frame.arrays import is_contiguous, is_writable
+from fusedops._frame.arrays import contiguous, is_writable
 from fusedops._frame.check import (
     arrays_only,
     cotangent,
     device_of,
     dtype_name,
+    is_array,
     is_dtensor,
     is_tensor,
     is_traced,
@@ -175,16 +176,13 @@ class Op(Generic[F_co]):
             call = self.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{name}: {error}") from None
-        by_name = {
-            argument: call.arguments.get(argument, self.signature.parameters[argument].default)
-            for argument in declared
-        }
+        call.apply_defaults()
         for argument in primitive.mutates:
-            value = by_name[argument]
-            if not is_tensor(value) and not isinstance(value, np.ndarray):
+            value = call.arguments[argument]
+            if not is_array(value):
                 was = None if value is None else f"a {type(value).__name__}"
                 refuse(TypeError, name, argument, f"is {was}", "be an array, to be updated")
-        arrays, sizes = checked(name, declared, by_name, primitive.later)
+        arrays, sizes = checked(name, declared, call.arguments, primitive.later)
         call.arguments.update(arrays)
         bound: Bound = self.check(*call.args, **call.kwargs)
         _check_bound(name, primitive, bound)
@@ -307,9 +305,9 @@ class Op(Generic[F_co]):
                 f"{name}: out is given and an argument requires grad; it should be called without "
                 "out, or under torch.no_grad"
             )
-        for is_fit, was in (is_contiguous, "not contiguous"), (is_writable, "read-only"):
-            if not is_fit(out):
-                refuse(ValueError, name, "out", f"is {was}", "be contiguous and writable")
+        if contiguous(out) is not out or not is_writable(out):
+            was = "read-only" if contiguous(out) is out else "not contiguous"
+            refuse(ValueError, name, "out", f"is {was}", "be contiguous and writable")
         # Look at converted arguments as well as given ones: a conversion may copy, or be a view.
         converted = (*zip(names, arrays, strict=True), *[(None, value) for value in others])
         for argument, value in (*given.items(), *converted):
@@ -450,7 +448,7 @@ def _check_bound(op: str, primitive: Primitive, bound: Any) -> None:
 
 def _named_arrays(name: str | None, value: Any) -> list[tuple[str | None, Any]]:
     """Return the arrays of an argument with its name; None means the packed one's own names."""
-    if isinstance(value, np.ndarray) or is_tensor(value):
+    if is_array(value):
         return [(name, value)]
     if not isinstance(value, Packed):
         return []
@@ -519,7 +517,6 @@ def _apart(values: tuple[Any, ...]) -> list[Any]:
     """Return values with a view of each array that came before, as x may be a residual too."""
     found: list[Any] = []
     for value in values:
-        again = isinstance(value, np.ndarray) or is_tensor(value)
-        again = again and any([value is other for other in found])
-        found.append(value[...] if again else value)
+        again = any([value is other for other in found])
+        found.append(value[...] if again and is_array(value) else value)
     return found

@@ -158,11 +158,11 @@ class Packed:
         `beside`.
         """
         other, like = beside
-        found = arrays[0] if isinstance(arrays[0], cls) else None
+        found = isinstance(arrays[0], cls)
         for name, array in zip(cls._given, arrays, strict=True):
-            device = found.device if found is not None else device_of(array)
+            device = arrays[0].device if found else device_of(array)
             same_device(op, name, device, other, device_of(like))
-        return cls.read(op, *arrays, **options) if found is None else found
+        return arrays[0] if found else cls.read(op, *arrays, **options)
 
     @classmethod
     def read(cls, op: str, *tensors: Any, in_graph: bool = False, **options: Any) -> Self:

@@ -160,11 +160,8 @@ class Lattice(Packed):
             raise ValueError(
                 f"{name}: stop is {stop}; it should be from {start}, start, to {self.nx}, nx"
             )
-        parts: dict[str, Any] = dict(zip(self._fields, self.arrays(), strict=True))
-        parts |= dict(zip(self._sizes, self.sizes(), strict=True))
-        slab = Lattice.__new__(Lattice)
-        slab._hold(**{**parts, "start": start, "stop": stop})
-        return slab
+        *sizes, _, _ = self.sizes()
+        return self.from_tensors(self.arrays(), [*sizes, start, stop])
 
     @property
     def grid(self) -> tuple[int, int, int]:

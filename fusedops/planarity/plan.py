@@ -12,6 +12,7 @@ import numpy as np
 from fusedops._frame.arrays import as_tensor
 from fusedops._frame.check import (
     device_of,
+    is_array,
     is_tensor,
     is_traced,
     same_device,
@@ -325,8 +326,8 @@ def with_planes(*args: Any) -> tuple[Any, ...]:
     if len(args) < 2:
         return args
     xyz, plane_groups, *others = args
-    array = isinstance(xyz, np.ndarray) or (is_tensor(xyz) and not xyz.is_nested)
-    if not (isinstance(plane_groups, (list, tuple)) and array and xyz.ndim == 2):
+    dense = is_array(xyz) and not getattr(xyz, "is_nested", False)
+    if not (isinstance(plane_groups, (list, tuple)) and dense and xyz.ndim == 2):
         return args
     return xyz, read_planes("Planes", plane_groups, xyz), *others
 
