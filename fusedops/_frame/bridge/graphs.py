@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fusedops._frame import registry
-from fusedops._frame.bridge.autograd import pulled_back
+from fusedops._frame.bridge.autograd import Step
 from fusedops._frame.bridge.evaluation import evaluation, into
 from fusedops._frame.check import reference
 from fusedops._frame.kinds import Plans, kind_of
@@ -140,25 +140,23 @@ class _Registered:
         return _returned(a, slots, made)
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        primitive = self.primitive
-        outputs = primitive.Outputs._make(output if isinstance(output, tuple) else (output,))
-        ctx.flat = inputs[self.given :]
-        saved = [getattr(outputs, name) for name in primitive.saves]
-        ctx.save_for_backward(*inputs[: self.given], *saved)
+        a, slots, backend = self.record(inputs)
+        with registry.asking(backend):
+            ctx.step = step = Step(self.primitive, a, tuple(slots))
+        ctx.others, ctx.flat = a[step.others], inputs[self.given :]
+        y = _made(self.primitive, a, slots, output if isinstance(output, tuple) else (output,))
+        ctx.known = [value is not None for value in y]
+        ctx.save_for_backward(*step.given(a), *step.beside(ctx.others, y))
         ctx.set_materialize_grads(False)
 
     def backward(self, ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
-        primitive, count = self.primitive, len(self.primitive.arrays)
-        saved = ctx.saved_tensors
-        a, slots, backend = self.record((*saved[: self.given], *ctx.flat))
-        if tuple(slots) != primitive.with_saved(slots):
+        step, primitive = ctx.step, self.primitive
+        if step.slots != primitive.with_saved(step.slots):
             raise RuntimeError(f"torch.ops.{self.name}: its gradient needs more outputs wanted")
-        dy = _made(primitive, a, slots, cotangents)
-        kept = dict(zip(primitive.saves, saved[self.given :], strict=True))
-        y = _made(primitive, a, slots, [kept.get(name) for name in primitive.outputs])
-        wanted = [need or None for need in ctx.needs_input_grad[:count]]
-        with registry.asking(backend):
-            gradients = pulled_back(primitive, a, primitive.Outputs._make(y), dy, wanted)
+        dy = [dy if known else None for dy, known in zip(cotangents, ctx.known, strict=True)]
+        needed = step.given(ctx.needs_input_grad)
+        saved = ctx.saved_tensors[: step.own]
+        gradients = step.pull_back(None, needed, dy, ctx.others, saved)
         # Torch takes a list of tensors for as many arguments, and an empty one for a list of these.
         nothing = [
             [None] * len(value)
@@ -166,7 +164,7 @@ class _Registered:
             else None
             for value in ctx.flat
         ]
-        return (*gradients, *[None] * len(primitive.constants), *nothing)
+        return (*step.spread(gradients), *[None] * len(primitive.constants), *nothing)
 
 
 def _returned(a: Any, slots: Sequence[Any], outputs: Sequence[Any]) -> Any:
