@@ -37,6 +37,9 @@ def torch_in_torch_out(t: torch.Tensor, edges: fusedops.Edges, planes: fusedops.
     assert_type(fusedops.planarity_nll(xyz=t, plane_groups=planes, backend="torch"), torch.Tensor)
     assert_type(structure_factors(symmetrize(t, []), t, t), torch.Tensor)
     assert_type(fusedops.dynamic_conv(t, t), torch.Tensor)
+    generated = fusedops.dynamic_conv_generated(t, t, t, conv_bias=t, output_final_state=True)
+    assert_type(generated, tuple[torch.Tensor, torch.Tensor])
+    assert_type(fusedops.gated_delta_rule(t, t, t, t, t, scale=1.0), torch.Tensor)
     assert_type(fusedops.so2_convolution(t, t, weight_m1=t), torch.Tensor)
     assert_type(fusedops.node_to_edge_wigner_permute(t, edges, t, mmax=1), torch.Tensor)
     assert_type(fusedops.triangle_multiplicative_update(x=t, mask=t, out=t), torch.Tensor)
@@ -58,6 +61,11 @@ def options_have_names() -> None:
     TriangleAttention(8, attention="cuequivariance")
     TriangleAttention(8, attention="flash")  # type: ignore[arg-type]
     PairBlock(8, attention="flash")  # type: ignore[arg-type]
+
+
+def options_of_ops_have_types(a: np.ndarray) -> None:
+    fusedops.dynamic_conv(a, a, activation="gelu")  # type: ignore[call-overload]
+    fusedops.gated_delta_rule(a, a, a, a, a, activation="silu")  # type: ignore[call-overload]
     PairBlock(8, backend="cuda")  # type: ignore[arg-type]
     fusedops.use_backend("cuda")  # type: ignore[arg-type]
 

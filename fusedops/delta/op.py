@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 from fusedops._frame.arrays import ArrayT, cast, double, namespace, widened, zeros
 from fusedops._frame.check import (
@@ -32,6 +32,15 @@ from fusedops.conv.plan import (
     readable,
     spans,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fusedops.conv.plan import Options
+
+    class _Options(Options[ArrayT], total=False):
+        scale: float | None
+
 
 # The tokens of a chunk, solved for together: with more of them float32 would lose digits.
 _CHUNK = 32
@@ -291,12 +300,8 @@ class _Rule(Protocol):
         g: ArrayT,
         beta: ArrayT,
         *,
-        scale: float | None = ...,
-        initial_state: ArrayT | None = ...,
         output_final_state: Literal[False] = ...,
-        cu_seqlens: Sequences | ArrayT | None = ...,
-        out: ArrayT | None = ...,
-        backend: BackendName | None = ...,
+        **options: Unpack[_Options[ArrayT]],
     ) -> ArrayT: ...
     @overload
     def __call__(
@@ -307,12 +312,8 @@ class _Rule(Protocol):
         g: ArrayT,
         beta: ArrayT,
         *,
-        scale: float | None = ...,
-        initial_state: ArrayT | None = ...,
         output_final_state: Literal[True],
-        cu_seqlens: Sequences | ArrayT | None = ...,
-        out: ArrayT | None = ...,
-        backend: BackendName | None = ...,
+        **options: Unpack[_Options[ArrayT]],
     ) -> tuple[ArrayT, ArrayT]: ...
     @overload
     def __call__(
@@ -323,12 +324,8 @@ class _Rule(Protocol):
         g: ArrayT,
         beta: ArrayT,
         *,
-        scale: float | None = ...,
-        initial_state: ArrayT | None = ...,
         output_final_state: bool,
-        cu_seqlens: Sequences | ArrayT | None = ...,
-        out: ArrayT | None = ...,
-        backend: BackendName | None = ...,
+        **options: Unpack[_Options[ArrayT]],
     ) -> Any: ...
 
 

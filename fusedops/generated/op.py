@@ -6,7 +6,7 @@ derivatives; and the public op.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 from fusedops._frame.arrays import ArrayT, added, cast, namespace, widened
 from fusedops._frame.check import flag, one_of, promoted
@@ -16,6 +16,15 @@ from fusedops._frame.registry import BackendName
 from fusedops.conv import ACTIVATIONS, Activation, Sequences
 from fusedops.conv.op import conv, conv_vjp
 from fusedops.conv.plan import num_sequences, read_sequences
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fusedops.conv.plan import Options
+
+    class _Options(Options[ArrayT], total=False):
+        conv_bias: ArrayT | None
+        activation: Activation | None
 
 
 def kernels_of(a: Any) -> Any:
@@ -162,13 +171,8 @@ class _Generated(Protocol):
         weight: ArrayT,
         bias: ArrayT | None = ...,
         *,
-        conv_bias: ArrayT | None = ...,
-        initial_state: ArrayT | None = ...,
         output_final_state: Literal[False] = ...,
-        cu_seqlens: Sequences | ArrayT | None = ...,
-        activation: Activation | None = ...,
-        out: ArrayT | None = ...,
-        backend: BackendName | None = ...,
+        **options: Unpack[_Options[ArrayT]],
     ) -> ArrayT: ...
     @overload
     def __call__(
@@ -178,13 +182,8 @@ class _Generated(Protocol):
         weight: ArrayT,
         bias: ArrayT | None = ...,
         *,
-        conv_bias: ArrayT | None = ...,
-        initial_state: ArrayT | None = ...,
         output_final_state: Literal[True],
-        cu_seqlens: Sequences | ArrayT | None = ...,
-        activation: Activation | None = ...,
-        out: ArrayT | None = ...,
-        backend: BackendName | None = ...,
+        **options: Unpack[_Options[ArrayT]],
     ) -> tuple[ArrayT, ArrayT]: ...
     @overload
     def __call__(
@@ -194,13 +193,8 @@ class _Generated(Protocol):
         weight: ArrayT,
         bias: ArrayT | None = ...,
         *,
-        conv_bias: ArrayT | None = ...,
-        initial_state: ArrayT | None = ...,
         output_final_state: bool,
-        cu_seqlens: Sequences | ArrayT | None = ...,
-        activation: Activation | None = ...,
-        out: ArrayT | None = ...,
-        backend: BackendName | None = ...,
+        **options: Unpack[_Options[ArrayT]],
     ) -> Any: ...
 
 
