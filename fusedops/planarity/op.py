@@ -95,8 +95,8 @@ class _Fit:
         return values if fit == "weighted" else values - values.mean(-1)[:, None]
 
 
-def _scatter(rows: list[tuple[Any, Any]], like: Any) -> Any:
-    """Return (N, 3) in the dtype of `like` with every row added to its atom."""
+def scattered(rows: list[tuple[Any, Any]], like: Any) -> Any:
+    """Return an array like another with every row added to its atom."""
     out = double(zeros(like, tuple(like.shape)))
     for index, row in rows:
         add_at(out, index, row, in_order=True)
@@ -114,7 +114,7 @@ def _nll_formula(a: Any) -> tuple[Any, Any]:
         g = plane.centred(weight * plane.d, fit)
         rows.append((index, g[..., None] * plane.normal[:, None]))
     like = cast(xyz, accumulator(xyz))
-    return cast(total.reshape(()), like), _scatter(rows, like)
+    return cast(total.reshape(()), like), scattered(rows, like)
 
 
 def _gradient_vjp_formula(a: Any) -> tuple[Any]:
@@ -143,7 +143,7 @@ def _gradient_vjp_formula(a: Any) -> tuple[Any]:
         )
         row = along[..., None] * f.normal[:, None] - (share * f.d)[..., None] * p[:, None]
         rows.append((index, row))
-    return (_scatter(rows, cast(xyz, accumulator(xyz))),)
+    return (scattered(rows, cast(xyz, accumulator(xyz))),)
 
 
 def _nll_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any, ...]:
