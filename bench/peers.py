@@ -184,6 +184,84 @@ def torchref_planarity(problem: Problem, cotangent: Any) -> Steps:
     return _steps(lambda xyz: planarity_math(xyz, groups), problem, cotangent)
 
 
+def torchref_terms(like: Any, restraints: dict[str, Any]) -> Callable[[Any, Any], list[Any]]:
+    """Return TorchRef's function from coordinates and B to the six terms of `geometry_nll`."""
+    import torch
+    from torchref.base.targets.adp import adp_simu_math
+    from torchref.base.targets.angle import angle_math
+    from torchref.base.targets.bond import bond_math
+    from torchref.base.targets.chiral import chiral_math
+    from torchref.base.targets.nonbonded import nonbonded_heavy_math
+    from torchref.base.targets.torsion import torsion_omega_math
+    from torchref.refinement.targets.geometry.torsions import _von_mises_nll
+    from torchref.topology.restraints import Restraints
+
+    def here(values: Any, count: int | None = None) -> Any:
+        array = torch.as_tensor(values, device=like.device)
+        array = array.to(like.dtype) if array.is_floating_point() else array
+        return array if count is None else array.expand(count).contiguous()
+
+    def column(kind: str, name: str) -> Any:
+        return here(restraints[kind][name], len(restraints[kind]["indices"]))
+
+    index = {kind: here(columns["indices"]) for kind, columns in restraints.items()}
+    bonds, chirals = (
+        [column(kind, "ideals"), column(kind, "sigmas")] for kind in ("bonds", "chirals")
+    )
+    angles, torsions = (
+        [column(kind, "ideals"), column(kind, "sigmas")] for kind in ("angles", "torsions")
+    )
+    angles = [array.deg2rad() for array in angles]
+    omega = column("torsions", "opposite") > 0
+    omegas = index["torsions"][omega], torsions[1][omega]
+    (cis,) = set(restraints["torsions"]["opposite"]) - {0}
+    ideals, sigmas = torsions[0][~omega], torsions[1][~omega]
+    others, periods = index["torsions"][~omega], column("torsions", "periods")[~omega]
+    known = Restraints.__new__(Restraints)
+    torch.nn.Module.__init__(known)
+    group = {"indices": others, "references": ideals, "sigmas": sigmas, "periods": periods}
+    known._entries = {"torsion": {"all": group}}
+    distances, weights = column("contacts", "distances"), column("contacts", "weights")
+    # The first operation is the identity, and the cell a cube of 1 Å.
+    table = restraints["contacts"]["operations"]
+    rotations = here(np.concatenate([np.eye(3)[None], table[:, :, :3]]))
+    shifts = here(np.concatenate([np.zeros((1, 3)), table[:, :, 3]]))
+    images = column("contacts", "images") + 1
+    cell = here(np.eye(3))
+    (sigma,) = {restraints["contacts"]["sigmas"]}
+    sigma, repulsion, fourth = (
+        torch.tensor(x, dtype=like.dtype, device=like.device)
+        for x in (sigma, 1 / (4 * sigma**4), 4.0)
+    )
+    like_b = here(restraints["b_pairs"]["sigmas"])
+
+    def terms(xyz: Any, b: Any) -> list[Any]:
+        torsion = _von_mises_nll(*known.torsion_deviations_with_sigmas(xyz)).sum()
+        omega = torsion_omega_math(xyz, *omegas, omegas[1] < 0, w_cis_general=cis)
+        contact = nonbonded_heavy_math(
+            xyz, index["contacts"], distances, images, None, rotations, shifts, cell, cell,
+            repulsion, fourth, 0.0, sigma, weights,
+        )  # fmt: skip
+        return [
+            bond_math(xyz, index["bonds"], *bonds),
+            angle_math(xyz, index["angles"], *angles),
+            torsion + omega,
+            chiral_math(xyz, index["chirals"], *chirals),
+            contact,
+            adp_simu_math(b, index["b_pairs"], like_b),
+        ]
+
+    return terms
+
+
+@peer("TorchRef 0.7", "geometry_nll", package="torchref.base.targets", captured=False)
+def torchref_geometry(problem: Problem, cotangent: Any) -> Steps:
+    import torch
+
+    terms = torchref_terms(problem.arguments["xyz"], problem.raw["restraints"])
+    return _steps(lambda xyz, b: torch.stack(terms(xyz, b)), problem, cotangent)
+
+
 @peer(EMPTY, *{w.op.__name__: w for w in WORKLOADS}, captured=False, computes=False)
 def nothing(problem: Problem, cotangent: Any) -> Steps:
     """An autograd.Function that computes nothing, of as many tensors as have gradients.

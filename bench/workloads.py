@@ -265,6 +265,27 @@ def _planarity(source: Source, planes: int, *, listed: bool = False) -> Problem:
     return Problem(fusedops.planarity_nll, arguments, ("xyz",), shape, work, raw=raw)
 
 
+def _geometry(source: Source, residues: int) -> Problem:
+    """A backbone with restraints of all kinds, of which two in three are contacts."""
+    xyz, columns = samples.backbone(residues, np.random.default_rng(residues))
+    packed = fusedops.Restraints(**columns)
+    b = np.random.default_rng(0).uniform(5, 50, len(xyz))
+    restraints, entries = sum(packed.counts), packed.index.size
+    # Bytes: coordinates and B, and gradients; indices, ideals and weights. Operations: of a length,
+    # an angle, a torsion, a volume, and an image's place; a third more for the gradient.
+    atoms = source.bytes(xyz, b)
+    laid_out = 4 * entries + 16 * restraints
+    terms = zip(packed.counts, (12, 30, 60, 30, 30, 4), strict=True)
+    flops = sum(count * of for count, of in terms)
+    forward = Work(atoms + laid_out, flops)
+    backward = Work(2 * atoms + laid_out, 2 * flops)
+    arguments = {"xyz": source.here(xyz), "restraints": source.here(packed), "b": source.here(b)}
+    shape = {"restraints": restraints, "atoms": len(xyz)}
+    raw = {"restraints": columns}
+    work = _work(forward, backward)
+    return Problem(fusedops.geometry_nll, arguments, ("xyz", "b"), shape, work, raw=raw)
+
+
 def _work(forward: Work, backward: Work | None = None) -> dict[str, Work]:
     """Return the work by pass, where the pass of both is their sum."""
     if backward is None:
@@ -686,6 +707,14 @@ def _planarity_workloads() -> Iterator[Workload]:
         yield replace(cpu, size=planes, device="cuda", quick=planes == 20_200)
 
 
+def _geometry_workloads() -> Iterator[Workload]:
+    cpu = Workload(fusedops.geometry_nll, "backbone", _geometry, 1, "residues", 20, "cpu")
+    for residues in (60, 600, 6_000):
+        yield replace(cpu, size=residues, quick=residues == 600)
+    for residues in (60, 600, 6_000, 60_000):
+        yield replace(cpu, size=residues, device="cuda", quick=residues == 6_000)
+
+
 def _conv_workloads() -> Iterator[Workload]:
     def jet(device: str, B: int, T: int, D: int, dtype: str, quick: bool) -> Iterator[Workload]:
         for silu in (False, True):
@@ -900,6 +929,7 @@ def _tiny_workloads(others: Iterable[Workload]) -> Iterator[Workload]:
         return replace(w, quick=True, tiny=True, prepares=False)
 
     yield call(fusedops.planarity_nll, _planarity)
+    yield call(fusedops.geometry_nll, _geometry, 2)
     yield call(fusedops.dynamic_conv, partial(_conv, batch=1, channels=4, width=4), 4)
     yield call(
         fusedops.dynamic_conv_generated, partial(_generated, batch=1, channels=4, hidden=4), 4
@@ -923,6 +953,7 @@ def _tiny_workloads(others: Iterable[Workload]) -> Iterator[Workload]:
 
 _LARGER = (
     *_planarity_workloads(),
+    *_geometry_workloads(),
     *_conv_workloads(),
     *_delta_workloads(),
     *_wigner_workloads(),
@@ -945,6 +976,7 @@ def _growing(device: str) -> Iterator[tuple[Workload, tuple[int, ...]]]:
 
     gpu = device == "cuda"
     yield of(fusedops.planarity_nll, "protein", _planarity, "planes"), sizes(600 if gpu else 100)
+    yield of(fusedops.geometry_nll, "backbone", _geometry, "residues"), sizes(60 if gpu else 10)
     conv = partial(_conv, batch=1, channels=1536 if gpu else 256, width=4)
     dtype = "bfloat16" if gpu else "float32"
     name = "Jet-Nemotron"

@@ -10,6 +10,7 @@ from fusedops.conv import Sequences, dynamic_conv, dynamic_conv_step
 from fusedops.delta import gated_delta_rule, gated_delta_rule_step
 from fusedops.density import Lattice, gaussian_density
 from fusedops.generated import dynamic_conv_generated
+from fusedops.geometry import Restraints, geometry_nll
 from fusedops.planarity import Planes, planarity_nll, plane_deviations
 from fusedops.scatter import ScatterPlan, structured_gather, structured_scatter_add
 from fusedops.so2 import gate_activation, so2_convolution
@@ -28,6 +29,7 @@ __all__ = [
     "Edges",
     "Lattice",
     "Planes",
+    "Restraints",
     "ScatterPlan",
     "Sequences",
     "dynamic_conv",
@@ -39,6 +41,7 @@ __all__ = [
     "gated_delta_rule",
     "gated_delta_rule_step",
     "gaussian_density",
+    "geometry_nll",
     "get_num_threads",
     "info",
     "node_to_edge_wigner_permute",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from fusedops.wigner.rows import message_rows
 if TYPE_CHECKING:
     from fusedops.structure import Structure
 
-__all__ = ["atoms_in", "convolved", "cubes", "pair", "protein", "ubiquitin"]
+__all__ = ["atoms_in", "backbone", "convolved", "cubes", "pair", "protein", "ubiquitin"]
 
 
 def protein(
@@ -77,6 +77,97 @@ def protein(
         at += side[..., 0].size
     xyz = np.concatenate(atoms)
     return xyz + noise * rng.normal(size=xyz.shape), indices
+
+
+def backbone(residues: int, rng: np.random.Generator) -> tuple[np.ndarray, dict[str, Any]]:
+    """Return a chain of peptides with Cβ atoms and restraints of all kinds, for geometry.
+
+    Parameters
+    ----------
+    residues : int
+        The number of peptides, from which on there is a Cβ at every inner Cα.
+    rng : numpy.random.Generator
+        The source of coordinates and ideals.
+
+    Returns
+    -------
+    xyz : array (5 * residues, 3), float64
+        Coordinates in Å.
+    restraints : dict
+        The arguments of `fusedops.Restraints`.
+
+    Examples
+    --------
+    >>> import fusedops, numpy as np
+    >>> xyz, restraints = backbone(16, np.random.default_rng(0))
+    >>> len(xyz), fusedops.Restraints(**restraints).counts
+    (80, (79, 124, 46, 15, 705, 79))
+    """
+    chain = protein(residues, rng, noise=0.05)[0][: 4 * residues + 1]
+    alpha = 4 * np.arange(residues)[:, None]
+    inner = alpha[1:]
+    beta = 4 * residues + np.arange(1, residues)[:, None]
+    carbon, nitrogen = chain[inner + 1] - chain[inner], chain[inner - 1] - chain[inner]
+    side = 0.6 * np.cross(nitrogen, carbon) - carbon - nitrogen
+    side *= 1.53 / np.linalg.norm(side, axis=-1, keepdims=True)
+    xyz = np.concatenate([chain, (chain[inner] + side)[:, 0]])
+
+    def near(number: float, spread: float, count: int) -> np.ndarray:
+        return number + spread * rng.normal(size=count)
+
+    peptide = [[0, 1], [1, 2], [1, 3], [3, 4]]
+    bonds = np.concatenate([*[alpha + ends for ends in peptide], np.hstack([inner, beta])])
+    corners = [[0, 1, 2], [0, 1, 3], [2, 1, 3], [1, 3, 4]]
+    angles = np.concatenate(
+        [
+            *[alpha + corner for corner in corners],
+            inner + [-1, 0, 1],
+            *[np.hstack([inner + end, inner, beta]) for end in (-1, 1)],
+            np.hstack([inner, inner + 1, beta])[:, [1, 0, 2]],
+        ]
+    )
+    omega = alpha + [0, 1, 3, 4]
+    others = np.concatenate([inner + [-1, 0, 1, 3], inner + [-3, -1, 0, 1]])
+    torsions = np.concatenate([omega, others])
+    free = np.ones(len(others))
+    tight = np.ones(residues)
+    chirals = np.hstack([inner, inner - 1, inner + 1, beta])
+    atoms = len(xyz)
+    contacts = np.concatenate(
+        [
+            np.stack([np.arange(atoms - k), np.arange(k, atoms)], 1)
+            for k in range(5, 15)
+            if k < atoms
+        ]
+        or [np.empty((0, 2), np.int64)]
+    )
+    turn = np.array([[0.0, -1, 0, 1.5], [1, 0, 0, -0.5], [0, 0, 1, 0.8]])
+    images = np.where(np.arange(len(contacts)) % 7, -1, 0)
+    return xyz, {
+        "bonds": {"indices": bonds, "ideals": near(1.45, 0.05, len(bonds)), "sigmas": 0.05},
+        "angles": {"indices": angles, "ideals": near(112.0, 8, len(angles)), "sigmas": 8.0},
+        "torsions": {
+            "indices": torsions,
+            "ideals": np.append(180 * tight, near(-60.0, 10, len(free))),
+            "sigmas": np.append(15 * tight, 25 * free),
+            "periods": np.append(tight, 3 * free).astype(np.int64),
+            "opposite": np.append(0.05 * tight, 0 * free),
+        },
+        "chirals": {
+            "indices": chirals,
+            "ideals": np.where(np.arange(len(chirals)) % 5, near(2.5, 0.1, len(chirals)), 0.0),
+            "sigmas": 0.3,
+        },
+        "contacts": {
+            "indices": contacts,
+            "distances": near(3.4, 0.3, len(contacts)),
+            "sigmas": 0.8,
+            "weights": np.where(images < 0, 1.0, 0.5),
+            "images": images,
+            "operations": turn[None],
+        },
+        "b_pairs": {"indices": bonds, "sigmas": 2.0},
+    }
 
 
 def ubiquitin() -> Structure:

@@ -125,7 +125,17 @@ products.LEAST = 1
 from gpukern.trimul import plan
 plan.FEW = 0
 """
-SMALL = "conv", "delta", "density", "generated", "harmonics", "planarity", "scatter", "so2"
+SMALL = (
+    "conv",
+    "delta",
+    "density",
+    "generated",
+    "geometry",
+    "harmonics",
+    "planarity",
+    "scatter",
+    "so2",
+)
 SMALL += ("wigner",)
 
 

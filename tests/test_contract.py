@@ -63,6 +63,7 @@ PACKED = (
     fusedops.Edges,
     fusedops.Lattice,
     fusedops.Planes,
+    fusedops.Restraints,
     fusedops.ScatterPlan,
     fusedops.Sequences,
 )
@@ -89,7 +90,7 @@ def at(places, examples=EXAMPLES):
 few = pytest.mark.interpreted_slow(
     example=(
         *("planarity-weighted", "conv", "conv-packed-static", "forth-packed", "back", "degree"),
-        *("scatter", "gather", "density-iso", "triangle-hidden", "delta"),
+        *("scatter", "gather", "density-iso", "triangle-hidden", "delta", "geometry"),
     )
 )
 
@@ -253,8 +254,9 @@ def test_sixteen_bits_are_rounded_once(example, place, dtype):
     exact = p.but(**wide)
     exact = type(p)(example, exact.arguments, tuple(c.double().numpy() for c in cotangents))
     for got, want in zip((*outs, *gradients), solve(("numpy", "numpy"), exact), strict=True):
-        # The loss of planarity is a number of float32, and so are states of the delta rule.
-        sums = got.ndim == 0 or (example.name == "delta" and got is outs[1])
+        # The losses of planarity and geometry are float32, and so are states of the delta rule.
+        of_float32 = {"delta": outs[1:], "geometry": outs, "geometry-without-b": outs}
+        sums = got.ndim == 0 or any(got is out for out in of_float32.get(example.name, ()))
         assert got.dtype == (torch.float32 if sums else kind)
         # Triton's interpreter cuts bfloat16 off where a GPU rounds.
         cut = place[1] == "triton" and dtype == "bfloat16"
@@ -650,13 +652,17 @@ def test_raw_indices_under_transforms_and_in_recordings(example):
 # Graphs of torch.
 
 
-NOTHING = "none-uniform", "no-edges", "no-channels", "no-rows", "no-atoms-iso", "no-residues"
+NOTHING = (
+    *("none-uniform", "no-edges", "no-channels", "no-rows", "no-atoms-iso", "no-residues"),
+    "no-restraints",
+)
 OPCHECKED = of_primitives(
     *("chain-uniform", "atom_sigmas-weighted", "degenerate-uniform"),
     *("dynamic-packed", "static-mamba", "w1", "w5", "static-w1"),
     *("l1-m1-forth", "uma-degree", "own", "undo-packed", "l0-packed", "l2-dense"),
     *("uma-second", "gates", "l0-m0-l", "odd", "triclinic-aniso", "openfold", "plain"),
     *("generated-packed", "generated-bare", "delta-packed", "delta-bare", "delta-step"),
+    "backbone",
     *NOTHING,
 )
 

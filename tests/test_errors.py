@@ -29,7 +29,7 @@ RIGHT = {
 }
 FRAMEWORKS = ("numpy", "torch") if HAS_TORCH else ("numpy",)
 OPS = [function for function in RIGHT if hasattr(function, "explain")]
-PACKED = ("Edges", "Lattice", "Planes", "ScatterPlan", "Sequences")
+PACKED = ("Edges", "Lattice", "Planes", "Restraints", "ScatterPlan", "Sequences")
 
 #: Bad values to pass instead, made anew for every call.
 JUNK = {

@@ -25,8 +25,22 @@ GROUPS = [([[0, 1, 2, 3]], [0.02]), ([[2, 3, 4], [4, 5, 6]], [0.02, 0.1])]
 HKL = [[1, 0, -1], [0, 2, 1], [0, 0, 0]]
 WA, WBWC, CUBES = [[0, 4], [1, 5]], [[[0, 1], [2, 3]], [[1, 2], [3, 0]]], (2, 2, 2, 2)
 
+
+def geometry():
+    """Return restraints of every kind but B."""
+    terms, quad = {"ideals": 1.5, "sigmas": 0.5}, [[0, 1, 2, 3]]
+    return {
+        "bonds": {"indices": [[0, 1]], **terms},
+        "angles": {"indices": [[0, 1, 2]], **terms},
+        "torsions": {"indices": quad, **terms},
+        "chirals": {"indices": quad, **terms},
+        "contacts": {"indices": [[0, 3]], "distances": 5.0, "sigmas": 0.5},
+    }
+
+
 MAKE = {
     "Planes": lambda: fusedops.Planes(GROUPS),
+    "Restraints": lambda: fusedops.Restraints(**geometry()),
     "Edges": lambda: fusedops.Edges([[0, 1, 2, 0], [1, 0, 1, 1]], num_nodes=4),
     "Lattice": lambda: fusedops.Lattice(np.diag([10.0, 20.0, 30.0]), (8, 10, 12)),
     "Sequences": lambda: fusedops.Sequences([0, 3, 3, 10]),
@@ -35,6 +49,7 @@ MAKE = {
 }
 REPR = {
     "Planes": "Planes(3 planes, 10 atoms, on {})",
+    "Restraints": "Restraints(5 restraints, 4 atoms, on {})",
     "Edges": "Edges(4 edges, 4 nodes, on {})",
     "Lattice": "Lattice(8 × 10 × 12 voxels, on {})",
     "Sequences": "Sequences(3 sequences, 10 tokens, on {})",
@@ -49,6 +64,7 @@ def use(name, plan, place):
     atoms = np.full(3, 9.0), np.ones(3), np.ones((3, 1)), np.full((3, 1), 2.0)
     op, x, after, options = {
         "Planes": (fusedops.planarity_nll, (7, 3), (plan,), {}),
+        "Restraints": (fusedops.geometry_nll, (4, 3), (plan,), {}),
         "Edges": (fusedops.node_to_edge_wigner_permute, (4, 4, 2), (plan, np.ones((4, 4, 4))), {}),
         "Lattice": (fusedops.gaussian_density, (3, 3), (*atoms, plan), {"radius": 2.0}),
         "Sequences": (fusedops.dynamic_conv, (1, 10, 4), (np.ones((4, 2)),), {"cu_seqlens": plan}),
