@@ -1,12 +1,17 @@
-"""Planes of ligands and modified residues, from restraint CIFs and monomer libraries."""
+"""Restraints from monomer libraries, and planes of ligands from restraint CIFs."""
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from fusedops.structure import (
     _PLANES,
@@ -17,12 +22,20 @@ from fusedops.structure import (
     _read_source,
 )
 
-__all__ = ["read_monomers", "read_restraints"]
+__all__ = ["ModelGeometry", "read_geometry", "read_monomers", "read_restraints"]
 
 Restraints = dict[str, dict[str, dict[str, float]]]
 """The planes of components: ``restraints["AMP"]["plan-1"]["N9"]`` is the sigma of an atom, Å."""
 
 _PLANE_ATOM = "_chem_comp_plane_atom."
+
+# Where libraries have their links and modifications.
+_LINKS = "links_and_mods.cif", "list/mon_lib_list.cif"
+
+# TorchRef's standard deviations of chiral volumes, Å³, and of differences of B, Å²; and its priors
+# of cis peptides, before proline and others.
+_CHIRAL_SIGMA, _B_SIGMA = 0.2, 2.0
+_CIS_PROLINE, _CIS = 0.05, 0.0005
 
 
 def read_restraints(path: str | os.PathLike) -> Restraints:
@@ -144,11 +157,8 @@ def read_monomers(folder: str | os.PathLike, structure: Structure) -> Restraints
     >>> read_monomers(".", read_structure(files("fusedops") / "data/1ubi.pdb"))
     {}
     """
-    if not os.path.isdir(folder):
-        raise StructureError(f"{folder}: there is no such folder; it should be a monomer library")
     gemmi = _gemmi()
-    library = gemmi.MonLib()
-    library.monomer_dir = os.fspath(folder)
+    library = _library(folder)
     found: Restraints = {}
     for name in sorted({residue.name for chain in structure.gemmi[0] for residue in chain}):
         info = gemmi.find_tabulated_residue(name)
@@ -160,3 +170,192 @@ def read_monomers(folder: str | os.PathLike, structure: Structure) -> Restraints
         if os.path.exists(path):
             found |= {key: planes for key, planes in read_restraints(path).items() if key == name}
     return found
+
+
+def _library(folder: str | os.PathLike) -> Any:
+    """Return gemmi's monomer library of a folder, without monomers yet."""
+    if not os.path.isdir(folder):
+        raise StructureError(f"{folder}: there is no such folder; it should be a monomer library")
+    library = _gemmi().MonLib()
+    library.monomer_dir = os.fspath(folder)
+    return library
+
+
+@dataclass(frozen=True, eq=False)
+class ModelGeometry:
+    """Restraints of a structure's geometry, and what has none.
+
+    Attributes
+    ----------
+    columns : dict
+        Arguments of `fusedops.Restraints`: bonds, angles, torsions, chirals and b_pairs.
+    skipped : collections.Counter
+        The number of residues without a description, by name; their atoms have no restraints.
+    missing : list of str
+        The atoms that descriptions have and the model lacks, such as ``"A/VAL 5/CG1"``: restraints
+        that need them are left out. An end of a chain may lack OXT.
+    unusable : collections.Counter
+        The number of restraints, by kind, that are left out because the library gives no ideal, or
+        no sigma above zero, as of torsions that the planes of rings hold.
+    warnings : list of str
+        gemmi's, of links that the library or the model lacks, and the like.
+
+    Examples
+    --------
+    >>> from collections import Counter
+    >>> ModelGeometry({}, Counter(XYZ=2), ["A/VAL 5/CG1"], Counter(), []).skipped["XYZ"]
+    2
+    """
+
+    columns: dict[str, dict[str, np.ndarray]]
+    skipped: Counter[str]
+    missing: list[str]
+    unusable: Counter[str]
+    warnings: list[str]
+
+    def __repr__(self) -> str:
+        counts = {kind: len(columns["indices"]) for kind, columns in self.columns.items()}
+        shown = ", ".join([f"{count} {kind}" for kind, count in counts.items()])
+        return f"ModelGeometry({shown}; {self.skipped.total()} residues skipped)"
+
+
+def read_geometry(folder: str | os.PathLike, structure: Structure) -> ModelGeometry:
+    """Read the restraints of a structure's geometry from a monomer library.
+
+    Parameters
+    ----------
+    folder : str or path-like
+        The library's folder, in which ``a/ALA.cif`` describes ALA, and ``links_and_mods.cif`` or
+        ``list/mon_lib_list.cif`` describes links; CCP4 has it in ``CLIBD_MON``.
+    structure : Structure
+        From `fusedops.structure.read_structure`. Alternative conformations have restraints each,
+        and atoms whose occupancy is zero are restrained as others are.
+
+    Returns
+    -------
+    ModelGeometry
+        Lengths in Å and angles in degrees. Bonds, angles, torsions and chiral volumes are the
+        library's, of residues and of links between them, but for the torsions φ and ψ of peptides.
+        ω has its ideal at 180°, with a prior probability of 0.05 before proline, and 0.0005 before
+        other residues, to be cis. Chiral volumes have a sigma of 0.2 Å³, and the B factors of
+        bonded atoms, hydrogens apart, are to be like within 2 Å².
+
+    Raises
+    ------
+    StructureError
+        There is no such folder, a file in it can't be read, or no residue of the structure has a
+        description.
+    ImportError
+        gemmi isn't installed.
+
+    References
+    ----------
+    F. Long et al., "AceDRG: a stereochemical description generator for ligands", Acta Cryst. D73
+    (2017) 112-122.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> from fusedops.structure import read_structure
+    >>> structure = read_structure(files("fusedops") / "data/1ubi.pdb")
+    >>> os.makedirs("h", exist_ok=True)
+    >>> text = "data_comp_HOH loop_ _chem_comp_atom.comp_id _chem_comp_atom.atom_id "
+    >>> text += "_chem_comp_atom.type_symbol _chem_comp_atom.type_energy HOH O O OH2"
+    >>> with open("h/HOH.cif", "w") as file:  # of a library that knows nothing but water
+    ...     _ = file.write(text)
+    >>> geometry = read_geometry(".", structure)
+    >>> geometry.skipped.total(), geometry.columns["bonds"]["indices"].shape
+    (76, (0, 2))
+    """
+    gemmi = _gemmi()
+    library = _library(folder)
+    model = structure.gemmi.clone()
+    while len(model) > 1:
+        del model[len(model) - 1]
+    residues = [residue for chain in model[0] for residue in chain]
+    names = Counter([residue.name for residue in residues])
+    files = [os.path.join(folder, name) for name in _LINKS]
+    files = [path for path in files if os.path.exists(path)][:1]
+    # The name becomes part of a file's name.
+    files += [
+        path for name in names if name.isalnum() and os.path.exists(path := library.path(name))
+    ]
+    for path in files:
+        try:
+            library.read_monomer_cif(path)
+        except (ValueError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise StructureError(f"{path}: can't be read as a monomer: {reason}") from None
+    known = set(library.monomers)
+    if not known.intersection(names):
+        shown = ", ".join(sorted(names)[:5])
+        raise StructureError(f"{folder}: it has no description of {shown}; it should have one")
+    model.setup_entities()
+    warnings = io.StringIO()
+    try:
+        topology = gemmi.prepare_topology(
+            model, library, warnings=warnings, ignore_unknown_links=True
+        )
+    except (ValueError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise StructureError(f"{structure.path}: has no topology: {reason}") from None
+
+    # gemmi has numbered the atoms anew, in its order, and its objects of one atom differ.
+    atoms = [(atom, residue.name) for chain in model[0] for residue in chain for atom in residue]
+    number = dict(zip([atom.serial for atom, _ in atoms], structure._order.tolist(), strict=True))
+    unknown = {number[atom.serial] for atom, name in atoms if name not in known}
+    prolines = {number[atom.serial] for atom, name in atoms if name == "PRO"}
+    unusable: Counter[str] = Counter()
+
+    def table(kind: str, atoms: int, rows: Iterable[tuple[Any, ...]]) -> dict[str, np.ndarray]:
+        """Return columns of (gemmi's restraint, ideal, sigma, further columns)."""
+        found = []
+        for restraint, ideal, sigma, *others in rows:
+            index = [number[atom.serial] for atom in restraint.atoms]
+            if unknown.intersection(index):
+                continue
+            if math.isfinite(ideal) and 0 < sigma < math.inf:
+                found.append((index, ideal, sigma, *others))
+            else:
+                unusable[kind] += 1
+        columns = list(zip(*found, strict=True)) or [(), (), (), (), ()]
+        return {
+            "indices": np.array(columns[0], np.int64).reshape(-1, atoms),
+            "ideals": np.array(columns[1], np.float64),
+            "sigmas": np.array(columns[2], np.float64),
+            **({} if kind != "torsions" else _periodic(*columns[3:])),
+        }
+
+    def torsions() -> Iterable[tuple[Any, ...]]:
+        for torsion in topology.torsions:
+            of, label = torsion.restr, torsion.restr.label.lower()
+            if label == "omega":
+                cis = _CIS_PROLINE if number[torsion.atoms[2].serial] in prolines else _CIS
+                yield torsion, 180.0, of.esd, 1, cis
+            elif label not in ("phi", "psi"):
+                yield torsion, of.value, of.esd, max(of.period, 1), 0.0
+
+    def chirals() -> Iterable[tuple[Any, ...]]:
+        signs = {gemmi.ChiralityType.Positive: 1.0, gemmi.ChiralityType.Negative: -1.0}
+        for centre in topology.chirs:
+            volume = signs.get(centre.restr.sign, 0.0) * topology.ideal_chiral_abs_volume(centre)
+            yield centre, volume, _CHIRAL_SIGMA
+
+    columns = {
+        "bonds": table("bonds", 2, ((t, t.restr.value, t.restr.esd) for t in topology.bonds)),
+        "angles": table("angles", 3, ((t, t.restr.value, t.restr.esd) for t in topology.angles)),
+        "torsions": table("torsions", 4, torsions()),
+        "chirals": table("chirals", 4, chirals()),
+    }
+    hydrogen = np.zeros(len(atoms), bool)
+    hydrogen[[number[atom.serial] for atom, _ in atoms if atom.element.is_hydrogen]] = True
+    pairs = columns["bonds"]["indices"]
+    pairs = pairs[~hydrogen[pairs].any(1)]
+    columns["b_pairs"] = {"indices": pairs, "sigmas": np.full(len(pairs), _B_SIGMA)}
+    skipped = Counter({name: count for name, count in names.items() if name not in known})
+    missing = [str(address) for address in topology.find_missing_atoms(False)]
+    return ModelGeometry(columns, skipped, missing, unusable, warnings.getvalue().splitlines())
+
+
+def _periodic(periods: Any, opposite: Any) -> dict[str, np.ndarray]:
+    return {"periods": np.array(periods, np.int64), "opposite": np.array(opposite, np.float64)}

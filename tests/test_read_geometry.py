@@ -1,0 +1,177 @@
+"""Restraints of geometry from a monomer library, of good and bad models."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fusedops
+from fusedops.restraints import read_geometry
+from fusedops.structure import StructureError
+from structures import pdb
+
+pytest.importorskip("gemmi")
+
+
+def loop(category, columns, rows):
+    names = "".join(f"_{category}.{column}\n" for column in columns.split())
+    return f"loop_\n{names}{rows.strip()}\n"
+
+
+def monomer(name, atoms, bonds="", angles="", torsions="", chirals="", group="peptide"):
+    """Return the file of a component; rows are without its name."""
+
+    def table(category, columns, rows):
+        rows = "\n".join(f"{name} {row}" for row in rows.strip().splitlines())
+        return loop(f"chem_comp_{category}", f"comp_id {columns}", rows) if rows else ""
+
+    return (
+        "data_comp_list\n"
+        + loop("chem_comp", "id three_letter_code name group", f"{name} {name} x {group}")
+        + f"data_comp_{name}\n"
+        + table("atom", "atom_id type_symbol type_energy", atoms)
+        + table("bond", "atom_id_1 atom_id_2 type value_dist value_dist_esd", bonds)
+        + table("angle", "atom_id_1 atom_id_2 atom_id_3 value_angle value_angle_esd", angles)
+        + table(
+            "tor", "id atom_id_1 atom_id_2 atom_id_3 atom_id_4 value_angle value_angle_esd period",
+            torsions,
+        )
+        + table("chir", "id atom_id_centre atom_id_1 atom_id_2 atom_id_3 volume_sign", chirals)
+    )  # fmt: skip
+
+
+ATOMS = "N N NH1\nCA C CH1\nC C C\nO O O\nCB C CH3"
+BONDS = "N CA single 1.46 0.01\nCA C single 1.53 0.02\nC O double 1.23 0.02\nCA CB single 1.52 0"
+ANGLES = "N CA C 111.0 2.7\nCA C O 120.5 1.7\nN CA CB 110.0 2.0\nC CA CB 110.5 1.5"
+ALA = monomer("ALA", ATOMS, BONDS, ANGLES, "sp3 O C CA CB 60 10 3", "c1 CA N C CB negativ")
+PRO = monomer("PRO", ATOMS, BONDS, ANGLES)
+
+
+def link(name, omega):
+    return (
+        f"data_link_{name}\n"
+        + loop(
+            "chem_link_bond",
+            "link_id atom_1_comp_id atom_id_1 atom_2_comp_id atom_id_2 type value_dist "
+            "value_dist_esd",
+            f"{name} 1 C 2 N single 1.337 0.011",
+        )
+        + loop(
+            "chem_link_tor",
+            "link_id id atom_1_comp_id atom_id_1 atom_2_comp_id atom_id_2 atom_3_comp_id atom_id_3 "
+            "atom_4_comp_id atom_id_4 value_angle value_angle_esd period",
+            f"{name} psi 1 N 1 CA 1 C 2 N 160 30 2\n{name} omega 1 CA 1 C 2 N 2 CA {omega} 5 0",
+        )
+    )
+
+
+# gemmi takes peptides of atoms on a line for cis.
+LINKS = (
+    "data_link_list\n"
+    + loop(
+        "chem_link",
+        "id comp_id_1 mod_id_1 group_comp_1 comp_id_2 mod_id_2 group_comp_2 name",
+        "TRANS . . peptide . . peptide TRANS\nCIS . . peptide . . peptide CIS",
+    )
+    + link("TRANS", 180)
+    + link("CIS", 0)
+)
+
+
+@pytest.fixture
+def library(tmp_path):
+    """Return a function that makes a library's folder of files by path."""
+
+    def make(**files):
+        for path, text in {"links_and_mods": LINKS, "a/ALA": ALA, "p/PRO": PRO, **files}.items():
+            file = tmp_path / "library" / f"{path}.cif"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        return tmp_path / "library"
+
+    return make
+
+
+def residue(name, number, atoms="N CA C O CB 1.6 -1.4 0.5"):
+    return f"{name} {number} {atoms}"
+
+
+def rows(columns, structure, *names):
+    """Return restraints as atoms' labels with further columns."""
+    found = [[structure.labels[i].partition("/")[2] for i in row] for row in columns["indices"]]
+    return [
+        (" ".join(atoms), *values)
+        for atoms, *values in zip(found, *[columns[name].tolist() for name in names], strict=True)
+    ]
+
+
+def test_residues_and_links(load, library):
+    structure = load(pdb(residue("ALA", 1), "PRO 2 N CA C O CB 5.4 -1.4 0.5", "ALA 3 N CA C O"))
+    found = read_geometry(library(), structure)
+    bonds = rows(found.columns["bonds"], structure, "ideals", "sigmas")
+    assert ("ALA 1 N ALA 1 CA", 1.46, 0.01) in bonds
+    assert ("ALA 1 C PRO 2 N", 1.337, 0.011) in bonds
+    assert len(bonds) == 3 * 3 + 2
+    # Two of the bonds to CB have no sigma.
+    assert found.unusable == {"bonds": 2}
+    assert ("ALA 1 N ALA 1 CA ALA 1 C", 111.0, 2.7) in rows(
+        found.columns["angles"], structure, "ideals", "sigmas"
+    )
+    torsions = found.columns["torsions"]
+    assert rows(torsions, structure, "ideals", "sigmas", "periods", "opposite") == [
+        ("ALA 1 O ALA 1 C ALA 1 CA ALA 1 CB", 60.0, 10.0, 3, 0.0),
+        ("ALA 1 CA ALA 1 C PRO 2 N PRO 2 CA", 180.0, 5.0, 1, 0.05),
+        ("PRO 2 CA PRO 2 C ALA 3 N ALA 3 CA", 180.0, 5.0, 1, 0.0005),
+    ]
+    ((atoms, ideal, sigma),) = rows(found.columns["chirals"], structure, "ideals", "sigmas")
+    assert atoms == "ALA 1 CA ALA 1 N ALA 1 C ALA 1 CB"
+    assert -3 < ideal < -2
+    assert sigma == 0.2
+    np.testing.assert_array_equal(
+        found.columns["b_pairs"]["indices"], found.columns["bonds"]["indices"]
+    )
+    # The third residue lacks its CB.
+    assert found.missing == ["A/ALA 3/CB"]
+    assert not found.skipped
+    restraints = fusedops.Restraints(**found.columns, num_atoms=len(structure.xyz))
+    nlls = fusedops.geometry_nll(structure.xyz, restraints, np.full(len(structure.xyz), 20.0))
+    assert np.isfinite(nlls).all()
+
+
+def test_alternatives_and_atoms_of_no_occupancy(load, library):
+    text = pdb("ALA 1 N CA.A CA.B 1.1 0.3 0 C O CB 1.6 -1.4 0.5").replace(
+        "  1.00 10.00", "  0.00 10.00"
+    )
+    structure = load(text)
+    found = read_geometry(library(), structure)
+    bonds = [row[0] for row in rows(found.columns["bonds"], structure)]
+    assert bonds.count("ALA 1 C ALA 1 O") == 1
+    for alternative in "AB":
+        assert f"ALA 1 N ALA 1 CA.{alternative}" in bonds
+    assert len(bonds) == 5
+
+
+def test_unknown_residues_are_skipped(load, library):
+    structure = load(pdb(residue("ALA", 1), "XYZ 2 N CA C O", "XYZ B1 C1 C2"))
+    found = read_geometry(library(), structure)
+    assert found.skipped == {"XYZ": 2}
+    assert found.columns["bonds"]["indices"].max() < 5
+    assert repr(found).endswith("; 2 residues skipped)")
+
+
+def test_without_links(load, library):
+    folder = library()
+    (folder / "links_and_mods.cif").unlink()
+    found = read_geometry(folder, load(pdb(residue("ALA", 1), "ALA 2 N CA C O")))
+    assert len(found.columns["bonds"]["indices"]) == 6
+    assert "ignoring link 'CIS' as it is not in the monomer library" in found.warnings[0]
+
+
+def test_refusals(load, library, tmp_path):
+    structure = load(pdb(residue("XYZ", 1)))
+    with pytest.raises(StructureError, match="there is no such folder; it should be a monomer lib"):
+        read_geometry(tmp_path / "absent", structure)
+    with pytest.raises(StructureError, match="it has no description of XYZ; it should have one"):
+        read_geometry(library(), structure)
+    with pytest.raises(StructureError, match=r"ALA\.cif: can't be read as a monomer: "):
+        read_geometry(library(**{"a/ALA": "nothing"}), load(pdb(residue("ALA", 1))))
