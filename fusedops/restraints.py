@@ -22,7 +22,13 @@ from fusedops.structure import (
     _read_source,
 )
 
-__all__ = ["ModelGeometry", "read_geometry", "read_monomers", "read_restraints"]
+__all__ = [
+    "ModelGeometry",
+    "find_contacts",
+    "read_geometry",
+    "read_monomers",
+    "read_restraints",
+]
 
 Restraints = dict[str, dict[str, dict[str, float]]]
 """The planes of components: ``restraints["AMP"]["plan-1"]["N9"]`` is the sigma of an atom, Å."""
@@ -36,6 +42,11 @@ _LINKS = "links_and_mods.cif", "list/mon_lib_list.cif"
 # of cis peptides, before proline and others.
 _CHIRAL_SIGMA, _B_SIGMA = 0.2, 2.0
 _CIS_PROLINE, _CIS = 0.05, 0.0005
+
+# TorchRef's standard deviation of contacts, and its distance of hydrogen bonds, Å.
+_CONTACT_SIGMA, _HYDROGEN_BOND = 0.3, 2.85
+# gemmi's distance of an atom from its image, Å, below which it lies on a special position.
+_SPECIAL = 0.8
 
 
 def read_restraints(path: str | os.PathLike) -> Restraints:
@@ -359,3 +370,145 @@ def read_geometry(folder: str | os.PathLike, structure: Structure) -> ModelGeome
 
 def _periodic(periods: Any, opposite: Any) -> dict[str, np.ndarray]:
     return {"periods": np.array(periods, np.int64), "opposite": np.array(opposite, np.float64)}
+
+
+def find_contacts(
+    structure: Structure,
+    bonds: np.ndarray,
+    xyz: np.ndarray | None = None,
+    *,
+    within: float = 6.0,
+) -> dict[str, Any]:
+    """Find the contacts of atoms that aren't bonded, with those in symmetry's and cells' images.
+
+    Parameters
+    ----------
+    structure : Structure
+        From `fusedops.structure.read_structure`. Hydrogens, and atoms whose occupancy is zero,
+        have no contacts; nor have two alternatives with each other.
+    bonds : (n, 2) array of int
+        Such as ``columns["bonds"]["indices"]`` of `read_geometry`: atoms that up to three bonds
+        join are not in contact.
+    xyz : (N, 3) array, optional
+        Coordinates in Å in place of the structure's.
+    within : float
+        The longest distance of a contact, Å: the list serves until atoms have moved by half of
+        what this is beyond the sum of two radii.
+
+    Returns
+    -------
+    dict
+        ``contacts`` of `fusedops.Restraints`. The distance is the sum of the elements' van der
+        Waals radii, and 2.85 Å for oxygen with nitrogen or oxygen, which may share a hydrogen;
+        the sigma is 0.3 Å. A contact in the crystal counts once, so that an atom's with its own
+        images, each listed from both of its ends, has the weight ½.
+
+    Raises
+    ------
+    ImportError
+        gemmi isn't installed.
+
+    References
+    ----------
+    A. Bondi, "van der Waals Volumes and Radii", J. Phys. Chem. 68 (1964) 441-451.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> from fusedops.structure import read_structure
+    >>> structure = read_structure(files("fusedops") / "data/1ubi.pdb")
+    >>> contacts = find_contacts(structure, np.empty((0, 2), int), within=3.0)
+    >>> contacts["indices"].shape[0] > 683
+    True
+    """
+    gemmi = _gemmi()
+    copy = structure.gemmi.clone()
+    model, cell = copy[0], copy.cell
+    atoms = [atom for chain in model for residue in chain for atom in residue]
+    order = structure._order.tolist()
+    for atom, number in zip(atoms, order, strict=True):
+        atom.serial = number
+        if xyz is not None:
+            atom.pos = gemmi.Position(*xyz[number])
+    search = gemmi.NeighborSearch(model, cell, within).populate(include_h=False)
+    contacts = gemmi.ContactSearch(within)
+    contacts.ignore = gemmi.ContactSearch.Ignore.Nothing
+    contacts.min_occupancy = 1e-9
+    pairs = {
+        (f.partner1.atom.serial, f.partner2.atom.serial, f.image_idx)
+        for f in contacts.find_contacts(search)
+    }
+    position = np.empty((len(atoms), 3))
+    position[order] = [atom.pos.tolist() for atom in atoms]
+    table = _images(cell, position, np.array(sorted(pairs), np.int64).reshape(-1, 3), within)
+    i, j = table[:, :2].T
+    at_home = np.equal(table[:, 2:], 0).all(axis=1)
+    apart = ~at_home | ~np.isin(i * len(atoms) + j, _joined(bonds, len(atoms)))
+    table, at_home = table[apart], at_home[apart]
+    keys, images = np.unique(table[~at_home, 2:], axis=0, return_inverse=True)
+    places = np.full(len(table), -1)
+    places[~at_home] = images.ravel()
+    radii, elements = np.empty(len(atoms)), np.empty(len(atoms), "U2")
+    radii[order] = [atom.element.vdw_r for atom in atoms]
+    elements[order] = [atom.element.name for atom in atoms]
+    i, j = table[:, :2].T
+    oxygen, nitrogen = elements == "O", elements == "N"
+    shares = (oxygen[i] & (oxygen | nitrogen)[j]) | (nitrogen[i] & oxygen[j])
+    return {
+        "indices": table[:, :2],
+        "distances": np.where(shares, _HYDROGEN_BOND, radii[i] + radii[j]),
+        "sigmas": np.full(len(table), _CONTACT_SIGMA),
+        "weights": np.where(i == j, 0.5, 1.0),
+        "images": places,
+        "operations": np.array([_operation(cell, *key) for key in keys]).reshape(-1, 3, 4),
+    }
+
+
+def _images(cell: Any, xyz: np.ndarray, pairs: np.ndarray, within: float) -> np.ndarray:
+    """Return rows (i, j, symmetry, shift by cells) of pairs (i, j, symmetry): all within reach.
+
+    A small cell has several images of a pair within reach. An atom on a special position is its own
+    image, and not in contact with itself.
+    """
+    if not cell.is_crystal():
+        return np.column_stack([pairs, np.zeros((len(pairs), 3), np.int64)])
+    to_cell, from_cell = (np.array(t.mat.tolist()) for t in (cell.frac, cell.orth))
+    turns, moves = (np.array(each) for each in zip(*_symmetry(cell), strict=True))
+    i, j, symmetry = pairs.T
+    fractional = xyz @ to_cell.T
+    apart = np.einsum("nij,nj->ni", turns[symmetry], fractional[j]) + moves[symmetry]
+    apart -= fractional[i]
+    nearest = -np.rint(apart)
+    reach = np.ceil(within * np.linalg.norm(to_cell, axis=1) + 0.5).astype(int)
+    found = []
+    for offset in np.ndindex(*(2 * reach + 1)):
+        shift = nearest + offset - reach
+        distance = np.linalg.norm((apart + shift) @ from_cell.T, axis=1)
+        near = (distance <= within) & ((i != j) | (distance > _SPECIAL))
+        found.append(np.column_stack([pairs[near], shift[near].astype(np.int64)]))
+    return np.concatenate(found)
+
+
+def _symmetry(cell: Any) -> list[tuple[Any, Any]]:
+    """Return the fractional matrix and vector of all images of a cell, the first itself."""
+    images = [(image.mat.tolist(), image.vec.tolist()) for image in cell.images]
+    return [(np.eye(3).tolist(), [0.0] * 3), *images]
+
+
+def _operation(cell: Any, symmetry: int, *shift: int) -> np.ndarray:
+    """Return the Cartesian matrix (3, 4) of one of a cell's images, moved by whole cells."""
+    to_cell, from_cell = (np.array(t.mat.tolist()) for t in (cell.frac, cell.orth))
+    turn, move = map(np.array, _symmetry(cell)[symmetry])
+    return np.column_stack([from_cell @ turn @ to_cell, from_cell @ (move + shift)])
+
+
+def _joined(bonds: np.ndarray, atoms: int) -> list[int]:
+    """Return i · atoms + j of all atoms i and j that up to three bonds join."""
+    bonded: dict[int, set[int]] = {}
+    for i, j in np.asarray(bonds).tolist():
+        bonded.setdefault(i, set()).add(j)
+        bonded.setdefault(j, set()).add(i)
+    near = bonded
+    for _ in range(2):
+        near = {i: found.union(*[bonded[j] for j in found]) for i, found in near.items()}
+    return [i * atoms + j for i, found in near.items() for j in found]

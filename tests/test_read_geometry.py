@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fusedops
-from fusedops.restraints import read_geometry
+from fusedops.restraints import find_contacts, read_geometry
 from fusedops.structure import StructureError
 from structures import pdb
 
@@ -175,3 +175,65 @@ def test_refusals(load, library, tmp_path):
         read_geometry(library(), structure)
     with pytest.raises(StructureError, match=r"ALA\.cif: can't be read as a monomer: "):
         read_geometry(library(**{"a/ALA": "nothing"}), load(pdb(residue("ALA", 1))))
+
+
+CELL = "CRYST1    9.000   10.000   11.000  90.00 100.00  90.00 P 1 21 1      2\n"
+
+
+def test_contacts_of_a_crystal_count_once(load):
+    """Half of the repulsion of the model's atoms with all others of the crystal."""
+    rng = np.random.default_rng(0)
+    places = " ".join(
+        f"C{k} {x:.2f} {y:.2f} {z:.2f}" for k, (x, y, z) in enumerate(rng.uniform(0, 6, (7, 3)))
+    )
+    structure = load(CELL + pdb(f"LIG 1 {places}"))
+    bonds = np.array([[0, 1], [1, 2], [2, 3], [3, 4]])
+    # The list serves other coordinates too.
+    contacts = find_contacts(structure, bonds, structure.xyz + 3.0, within=7.0)
+    contacts["sigmas"] = np.ones(len(contacts["indices"]))
+    restraints = fusedops.Restraints(contacts=contacts)
+    cell = structure.gemmi.cell
+    orth, frac = (np.array(t.mat.tolist()) for t in (cell.orth, cell.frac))
+    x = structure.xyz + 3.0
+    total = 0.0
+    for turn, shift in ((np.eye(3), [0, 0, 0]), (np.diag([-1, 1, -1]), [0, 0.5, 0])):
+        for cells in np.ndindex(5, 5, 5):
+            moved = (x @ frac.T @ turn + shift + np.array(cells) - 2) @ orth.T
+            d = np.linalg.norm(moved[:, None] - x, axis=-1)
+            if np.allclose(moved, x):
+                d[abs(np.subtract.outer(range(7), range(7))) == 0] = 9
+                for i in range(5):
+                    for j in range(5):
+                        d[i, j] = 9 if abs(i - j) < 4 else d[i, j]
+            total += 0.5 * (np.maximum(0, 3.4 - d) ** 4 / 4).sum()
+    constant = contacts["weights"].sum() * 0.5 * np.log(2 * np.pi)
+    found = fusedops.geometry_nll(x, restraints)[4] - constant
+    assert found == pytest.approx(total, rel=1e-5)
+
+
+def test_who_has_no_contact(load):
+    text = pdb("LIG 1 C1 0 0 0 O2 2 0 0 H3 1 1 0 N4.A 2 2 0 N4.B 2 2.5 0 C5 0 2 0")
+    # The last atom has no occupancy.
+    head, _, tail = text.rpartition("  1.00 10.00")
+    structure = load(f"{head}  0.00 10.00{tail}")
+    found = find_contacts(structure, np.array([[0, 0]])[:0], within=3.5)
+    near = rows(found, structure, "distances", "weights", "images")
+    carbon, oxygen, nitrogen = 1.7, 1.52, 1.55
+    want = {"LIG 1 C1 LIG 1 O2": carbon + oxygen}
+    for alternative in "AB":
+        want[f"LIG 1 C1 LIG 1 N4.{alternative}"] = carbon + nitrogen
+        want[f"LIG 1 O2 LIG 1 N4.{alternative}"] = 2.85
+    assert {atoms: distance for atoms, distance, *_ in near} == pytest.approx(want)
+    assert all(others == [1.0, -1] for _, _, *others in near)
+
+
+def test_an_atom_on_a_special_position_does_not_meet_itself(load):
+    cell = CELL.replace("P 1 21 1 ", "P 1 2 1  ")
+    structure = load(cell + pdb("LIG 1 C1 0 1 0 C2 0 4 3"))
+    found = find_contacts(structure, np.empty((0, 2), int), within=9.5)
+    own = found["indices"][:, 0] == found["indices"][:, 1]
+    operations = found["operations"][found["images"][own]]
+    x = structure.xyz[found["indices"][own, 0]]
+    moved = np.einsum("nij,nj->ni", operations[:, :, :3], x) + operations[:, :, 3]
+    assert len(x) > 2
+    assert np.linalg.norm(moved - x, axis=1).min() > 5
