@@ -6,7 +6,7 @@ A restraint writes a row for each of its atoms, and an atom sums its own rows. N
 the same sum, so the thread count changes no bit. Every term is computed in float64.
 """
 
-from libc.math cimport acos, atan2, cos, exp, fabs, fmax, log1p, nearbyint, sin, sqrt, tanh
+from libc.math cimport M_PI, M_PI_2, cos, exp, fabs, fmax, log1p, sin, sqrt, tanh
 
 from cpukern._cpu cimport Share, in_shares
 from cpukern.arrays cimport elements, of, room
@@ -29,7 +29,9 @@ cdef enum:
 cdef double BOND_EPS = op.BOND_EPS, CONTACT_EPS = op.CONTACT_EPS
 cdef double SHORTEST = op.SHORTEST, STRAIGHT = op.STRAIGHT
 cdef double EITHER_HAND = op.EITHER_HAND, NO_HAND = op.NO_HAND
-cdef double TWO_PI = 6.283185307179586
+# Cosine and sine of the usual parts of a turn.
+cdef double[7] STEP_COS = [1, 1, -1, -0.5, 0, cos(0.4 * M_PI), 0.5]
+cdef double[7] STEP_SIN = [0, 0, 0, sqrt(0.75), 1, sin(0.4 * M_PI), sqrt(0.75)]
 cdef object UINT8 = np.dtype(np.uint8)
 
 ctypedef fused real:
@@ -60,6 +62,7 @@ cdef struct Call:
     const int* index
     const double* ideal
     const double* weight
+    const double* phase
     const int* period
     const double* log_odds
     const int* image
@@ -90,32 +93,51 @@ cdef inline void cross(double* out, const double* a, const double* b) noexcept n
     out[2] = a[0] * b[1] - a[1] * b[0]
 
 
-cdef inline double direction(
-    double* u, double* turn, const double* r, const double* w, double eps
+cdef inline void direction(
+    double* u, double* turn, const double* r, const double* w, double d
 ) noexcept nogil:
-    """Return the length of r; write its direction, and the direction's derivative along w."""
-    cdef double d = sqrt(dot(r, r) + eps), along
+    """Write the direction of r, of length d, and the direction's derivative along w."""
+    cdef double along, inverse = 1 / d
     cdef int i
     for i in range(3):
-        u[i] = r[i] / d
+        u[i] = r[i] * inverse
     if w != NULL:
         along = dot(u, w)
         for i in range(3):
-            turn[i] = (w[i] - u[i] * along) / d
-    return d
+            turn[i] = (w[i] - u[i] * along) * inverse
+
+
+cdef inline double arccos(double c) noexcept nogil:
+    """Return the angle of a cosine by the rational functions of fdlibm, without a call."""
+    cdef bint near = fabs(c) < 0.5
+    cdef double z = c * c if near else 0.5 * (1 - fabs(c)), s = c if near else sqrt(z)
+    cdef double p = 3.47933107596021167570e-05, q = 7.70381505559019352791e-02
+    p = 7.91534994289814532176e-04 + z * p
+    p = -4.00555345006794114027e-02 + z * p
+    p = 2.01212532134862925881e-01 + z * p
+    p = -3.25565818622400915405e-01 + z * p
+    p = 1.66666666666666657415e-01 + z * p
+    q = -6.88283971605453293030e-01 + z * q
+    q = 2.02094576023350569471 + z * q
+    q = -2.40339491173441421878 + z * q
+    s += s * z * p / (1 + z * q)
+    return M_PI_2 - s if near else 2 * s if c > 0 else M_PI - 2 * s
 
 
 cdef inline void bond(
-    Term* t, const double* x, const double* v, double ideal, double weight
+    Term* t, const double* x, const double* v, bint derive, double ideal, double weight
 ) noexcept nogil:
     cdef double[3] r, w
     cdef double z
     cdef int i
     minus(r, x + 3, x)
+    z = sqrt(dot(r, r) + BOND_EPS) - ideal
+    t.f = 0.5 * weight * z * z
+    if not derive:
+        return
     if v != NULL:
         minus(w, v + 3, v)
-    z = direction(t.G + 3, t.turn + 3, r, w if v != NULL else NULL, BOND_EPS) - ideal
-    t.f = 0.5 * weight * z * z
+    direction(t.G + 3, t.turn + 3, r, w if v != NULL else NULL, z + ideal)
     t.f1 = weight * z
     t.f2 = weight
     for i in range(3):
@@ -124,31 +146,47 @@ cdef inline void bond(
 
 
 cdef inline void contact(
-    Term* t, const double* x, const double* v, double ideal, double weight, const double* operation
+    Term* t, const double* x, const double* v, bint derive, double ideal, double weight,
+    const double* operation
 ) noexcept nogil:
-    """`operation` has three rows (R, t)."""
+    """`operation` has three rows (R, t); NULL is the identity."""
     cdef double[3] r, w, u, turn
-    cdef double overlap, square
+    cdef double overlap, square, d
     cdef int i
-    for i in range(3):
-        r[i] = dot(operation + 4 * i, x + 3) + operation[4 * i + 3] - x[i]
-        turn[i] = 0
-    if ideal < 0 or dot(r, r) + CONTACT_EPS >= ideal * ideal:
+    if operation == NULL:
+        minus(r, x + 3, x)
+    else:
+        for i in range(3):
+            r[i] = dot(operation + 4 * i, x + 3) + operation[4 * i + 3] - x[i]
+    square = dot(r, r) + CONTACT_EPS
+    if ideal < 0 or square >= ideal * ideal:
         t.f = t.f1 = t.f2 = 0
         for i in range(6):
             t.G[i] = t.turn[i] = 0
         return
-    if v != NULL:
-        for i in range(3):
-            w[i] = dot(operation + 4 * i, v + 3) - v[i]
-    overlap = ideal - direction(u, turn, r, w if v != NULL else NULL, CONTACT_EPS)
+    d = sqrt(square)
+    overlap = ideal - d
     square = weight * overlap * overlap
     t.f = square * overlap * overlap
+    if not derive:
+        return
     t.f1 = -4 * square * overlap
     t.f2 = 12 * square
+    if v != NULL:
+        minus(w, v + 3, v)
+        if operation != NULL:
+            for i in range(3):
+                w[i] = dot(operation + 4 * i, v + 3) - v[i]
+    turn[0] = turn[1] = turn[2] = 0
+    direction(u, turn, r, w if v != NULL else NULL, d)
     for i in range(3):
         t.G[i] = -u[i]
         t.turn[i] = -turn[i]
+        t.G[3 + i] = u[i]
+        t.turn[3 + i] = turn[i]
+    if operation == NULL:
+        return
+    for i in range(3):
         t.G[3 + i] = operation[i] * u[0] + operation[4 + i] * u[1] + operation[8 + i] * u[2]
         t.turn[3 + i] = (
             operation[i] * turn[0] + operation[4 + i] * turn[1] + operation[8 + i] * turn[2]
@@ -156,7 +194,7 @@ cdef inline void contact(
 
 
 cdef inline void angle(
-    Term* t, const double* x, const double* v, double ideal, double weight
+    Term* t, const double* x, const double* v, bint derive, double ideal, double weight
 ) noexcept nogil:
     cdef double[3] a, b, da, db
     cdef double aa, bb, c, cosine, square, sine, z, along_a, along_b, dc
@@ -176,10 +214,12 @@ cdef inline void angle(
         b[i] = b[i] * bb
     c = dot(a, b)
     cosine = -STRAIGHT if c < -STRAIGHT else STRAIGHT if c > STRAIGHT else c
+    z = arccos(cosine) - ideal
+    t.f = 0.5 * weight * z * z
+    if not derive:
+        return
     square = 1 - cosine * cosine
     sine = sqrt(square)
-    z = acos(cosine) - ideal
-    t.f = 0.5 * weight * z * z
     t.f1 = -weight * z / sine
     t.f2 = weight * (1 - z * cosine / sine) / square
     if fabs(c) > STRAIGHT or (dot(a, a) == 0 and dot(b, b) == 0):
@@ -205,11 +245,13 @@ cdef inline void angle(
 
 
 cdef inline void torsion(
-    Term* t, const double* x, const double* v, double ideal, double kappa, int period,
-    double log_odds
+    Term* t, const double* x, const double* v, bint derive, const double* phase, double kappa,
+    int period, double log_odds
 ) noexcept nogil:
+    """`phase` has the ideal's cosine and sine."""
     cdef double[3] one, two, three, m, n, P, Q, done, dtwo, dthree, dm, dn, other, dP, dQ
-    cdef double mm, nn, bb, b, y, turns, z, c, s, odds, th, j, k, stretch, dj, dk, inner
+    cdef double mm, nn, bb, b, c, s, norm, turned_c, turned_s, step_c, step_s, odds, th
+    cdef double j, k, stretch, dj, dk, inner
     cdef bint flat
     cdef int i
     minus(one, x + 3, x)
@@ -224,13 +266,24 @@ cdef inline void torsion(
     if flat:
         mm = nn = bb = 1
     b = sqrt(bb)
-    y = 0 if flat else b * dot(one, n)
+    s = 0 if flat else b * dot(one, n)
     c = 1 if flat else dot(m, n)
-    turns = TWO_PI / period
-    z = atan2(y, c) - ideal
-    z -= turns * nearbyint(z / turns)
-    c = cos(z)
-    s = sin(z)
+    norm = 1 / sqrt(s * s + c * c)
+    # Cosine and sine of the deviation from the nearest of the ideals: its cosine is the largest.
+    turned_c = (c * phase[0] + s * phase[1]) * norm
+    turned_s = (s * phase[0] - c * phase[1]) * norm
+    c = turned_c
+    s = turned_s
+    if period > 1:
+        step_c = STEP_COS[period] if period < 7 else cos(2 * M_PI / period)
+        step_s = STEP_SIN[period] if period < 7 else sin(2 * M_PI / period)
+        for i in range(1, period):
+            inner = turned_c * step_c + turned_s * step_s
+            turned_s = turned_s * step_c - turned_c * step_s
+            turned_c = inner
+            if turned_c > c:
+                c = turned_c
+                s = turned_s
     odds = 2 * kappa * c + log_odds
     t.f = kappa * (1 - c)
     th = 1
@@ -238,6 +291,8 @@ cdef inline void torsion(
     if not odds > 40:
         th = tanh(0.5 * odds)
         t.f -= fmax(-odds, 0) + log1p(exp(-fabs(odds)))
+    if not derive:
+        return
     t.f1 = 0 if flat else kappa * s * th
     t.f2 = 0 if flat else kappa * (c * th - kappa * s * s * (1 - th * th))
     j = dot(one, two) / bb
@@ -279,7 +334,7 @@ cdef inline void torsion(
 
 
 cdef inline void chiral(
-    Term* t, const double* x, const double* v, double ideal, double weight
+    Term* t, const double* x, const double* v, bint derive, double ideal, double weight
 ) noexcept nogil:
     cdef double[9] arm, darm
     cdef double[3] other
@@ -298,6 +353,8 @@ cdef inline void chiral(
         if volume * volume <= NO_HAND * NO_HAND * box:
             sign = 0
     t.f = 0.5 * weight * z * z
+    if not derive:
+        return
     t.f1 = weight * z * sign
     t.f2 = weight * sign * sign
     for i in range(3):
@@ -329,6 +386,7 @@ cdef inline double restraint(
     cdef const real* tangents = <const real*>(call.ddb if kind == B_PAIRS else call.ddxyz)
     cdef double[12] x, v
     cdef const double* along = v if call.second else NULL
+    cdef bint derive = call.second or rows != NULL
     cdef double ideal = call.ideal[call.restraint[kind] + at], push = 0
     cdef double weight = call.weight[call.restraint[kind] + at]
     cdef Py_ssize_t atom
@@ -346,15 +404,18 @@ cdef inline double restraint(
             for i in range(width):
                 v[width * k + i] = tangents[width * atom + i] if tangents != NULL else 0
     if kind == BONDS:
-        bond(&t, x, along, ideal, weight)
+        bond(&t, x, along, derive, ideal, weight)
     elif kind == ANGLES:
-        angle(&t, x, along, ideal, weight)
+        angle(&t, x, along, derive, ideal, weight)
     elif kind == TORSIONS:
-        torsion(&t, x, along, ideal, weight, call.period[at], call.log_odds[at])
+        torsion(
+            &t, x, along, derive, call.phase + 2 * at, weight, call.period[at], call.log_odds[at])
     elif kind == CHIRALS:
-        chiral(&t, x, along, ideal, weight)
+        chiral(&t, x, along, derive, ideal, weight)
     elif kind == CONTACTS:
-        contact(&t, x, along, ideal, weight, call.operations + 12 * <Py_ssize_t>call.image[at])
+        contact(
+            &t, x, along, derive, ideal, weight,
+            call.operations + 12 * <Py_ssize_t>call.image[at] if call.image[at] else NULL)
     else:
         t.f1 = weight * (x[1] - x[0])
         t.f = 0.5 * t.f1 * (x[1] - x[0])
@@ -487,6 +548,7 @@ def geometry(
     call.index = <const int*>elements(restraints.index, 4)
     call.ideal = <const double*>elements(restraints.ideal, 8)
     call.weight = <const double*>elements(restraints.weight, 8)
+    call.phase = <const double*>elements(restraints.phase, 8)
     call.period = <const int*>elements(restraints.period, 4)
     call.log_odds = <const double*>elements(restraints.log_odds, 8)
     call.image = <const int*>elements(restraints.image, 4)

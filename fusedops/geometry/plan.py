@@ -131,15 +131,17 @@ class Restraints(Packed):
     """
 
     # index: the atoms of all restraints, kind after kind; ideal: lengths, radians, volumes and
-    # distances; weight: 1/σ², κ, or w/4σ⁴. Of torsions: period, and log_odds of the ideal against
-    # its opposite. Of contacts: image, the row of operations, the first of which is the identity.
-    # Atom i has the elements of entries, places in index, from entry_ptr[i] to entry_ptr[i + 1]:
-    # a restraint writes a row for each of its atoms, and the atom sums its rows. constant: the
-    # terms without coordinates, summed for every kind.
+    # distances; weight: 1/σ², κ, or w/4σ⁴. Of torsions: phase (n, 2), the ideal's cosine and sine,
+    # so that kernels need no angle; period; and log_odds of the ideal against its opposite. Of
+    # contacts: image, the row of operations, the first of which is the identity. Atom i has the
+    # elements of entries, places in index, from entry_ptr[i] to entry_ptr[i + 1]: a restraint
+    # writes a row for each of its atoms, and the atom sums its rows. constant: the terms without
+    # coordinates, summed for every kind.
     _fields = (
         "index",
         "ideal",
         "weight",
+        "phase",
         "period",
         "log_odds",
         "image",
@@ -324,6 +326,7 @@ def _packing(
                 b_pairs["sigmas"] ** -2,
             ]
         ),
+        "phase": np.stack([np.cos(torsions["ideals"]), np.sin(torsions["ideals"])], 1),
         "period": np.maximum(torsions.get("periods", none), 1).astype(np.int32),
         "log_odds": log_odds,
         "image": (images + 1).astype(np.int32),

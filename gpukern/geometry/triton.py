@@ -299,7 +299,7 @@ def _quad(array, index, entry, there, atoms, row, column):
 
 @triton.jit
 def _torsions(
-    xyz, ddxyz, row, column, vrow, vcolumn, index, entry, ideal, kappa, period, log_odds, spill,
+    xyz, ddxyz, row, column, vrow, vcolumn, index, entry, phase, kappa, period, log_odds, spill,
     there, atoms, scale, SECOND: tl.constexpr, WANTED: tl.constexpr,
 ):  # fmt: skip
     px, py, pz, ax, ay, az, bx, by, bz, cx, cy, cz, inside = _quad(
@@ -328,8 +328,8 @@ def _torsions(
     cosine = tl.where(flat, 1.0, _dot(mx, my, mz, nx, ny, nz))
     norm = tl.sqrt(sine * sine + cosine * cosine)
     # The deviation's cosine and sine, by the nearest of the ideals: it has the largest cosine.
-    ideal_c = tl.cos(ideal) / norm
-    ideal_s = tl.sin(ideal) / norm
+    ideal_c = tl.load(phase, mask=there, other=1.0) / norm
+    ideal_s = tl.load(phase + 1, mask=there, other=0.0) / norm
     turned_c = cosine * ideal_c + sine * ideal_s
     turned_s = sine * ideal_c - cosine * ideal_s
     turn = 6.283185307179586 / period.to(tl.float64)
@@ -535,9 +535,10 @@ def _scale(dnlls, WANTED: tl.constexpr):
 
 @kernel_of_any_size
 def _terms_kernel(
-    xyz, b, dnlls, ddxyz, ddb, index, ideal, weight, period, log_odds, image, operations, spill,
-    partial, atoms, first, n0, n1, n2, n3, n4, n5, row, column, stride, vrow, vcolumn, vstride,
-    dstride, SECOND: tl.constexpr, ROWS: tl.constexpr, B_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    xyz, b, dnlls, ddxyz, ddb, index, ideal, weight, phase, period, log_odds, image, operations,
+    spill, partial, atoms, first, n0, n1, n2, n3, n4, n5, row, column, stride, vrow, vcolumn,
+    vstride, dstride,
+    SECOND: tl.constexpr, ROWS: tl.constexpr, B_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0) + first
     # The kind of this program, its first program, and all its restraints' places.
@@ -579,8 +580,8 @@ def _terms_kernel(
         scale = _scale(dnlls + 2 * dstride, ROWS)
         at = n0 + n1 + r
         f = _torsions(
-            xyz, ddxyz, row, column, vrow, vcolumn, index, entry_2 + 4 * r,
-            tl.load(ideal + at, mask=there, other=0.0), tl.load(weight + at, mask=there, other=0.0),
+            xyz, ddxyz, row, column, vrow, vcolumn, index, entry_2 + 4 * r, phase + 2 * r,
+            tl.load(weight + at, mask=there, other=0.0),
             tl.load(period + r, mask=there, other=1), tl.load(log_odds + r, mask=there, other=0.0),
             spill, there, atoms, scale, SECOND, ROWS,
         )  # fmt: skip
@@ -730,9 +731,9 @@ def _run(a: Any, sums: Any, dxyz: Any, db: Any, second: bool = False) -> None:
         key = (*dtypes, xyz.device, wide(atoms, *strides), wide(*counts), second, rows, b_rows)
         _terms(
             last - first, key,
-            xyz, b, dnlls, ddxyz, ddb, r.index, r.ideal, r.weight, r.period, r.log_odds, r.image,
-            r.operations, spill, partial, atoms, first, *counts, *strides, second, rows, b_rows,
-            _BLOCK,
+            xyz, b, dnlls, ddxyz, ddb, r.index, r.ideal, r.weight, r.phase, r.period, r.log_odds,
+            r.image, r.operations, spill, partial, atoms, first, *counts, *strides, second, rows,
+            b_rows, _BLOCK,
         )  # fmt: skip
     blocks = 6 * value + (-(-atoms // _ATOMS) if rows or b_rows else 0)
     if blocks:
