@@ -119,6 +119,11 @@ def stop(program: str) -> None:
         _active.pop(program, None)
 
 
+def serves(program: str) -> bool:
+    """Return whether fusedops serves a part of a program."""
+    return program in _active
+
+
 def swaps() -> list[Swap]:
     """Return the parts of other programs that fusedops serves in this process, with their calls.
 

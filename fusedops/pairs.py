@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fusedops._frame.check import at_least_one, one_of
 from fusedops._layers import check_container, is_plain
+from fusedops._swaps import serves
 
 Attention = Literal["torch", "cuequivariance"]
 ATTENTIONS = (None, *get_args(Attention))
@@ -53,13 +54,16 @@ def _check_tensors(name: str, **given: Any) -> None:
             raise TypeError(f"{name}: {argument} is a {kind}; it should be a tensor")
 
 
-def expanded(name: str, mask: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Return a mask that broadcasts to a shape, in this shape."""
+def expanded(
+    name: str, given: torch.Tensor, shape: Sequence[int], argument: str = "mask"
+) -> torch.Tensor:
+    """Return a mask, or another argument, that broadcasts to a shape, in this shape."""
     try:
-        return mask if mask.shape == shape else mask.expand(shape)
+        return given if given.shape == shape else given.expand(shape)
     except RuntimeError:
         raise ValueError(
-            f"{name}: mask has shape {tuple(mask.shape)}; it should broadcast to {tuple(shape)}"
+            f"{name}: {argument} has shape {tuple(given.shape)}; it should broadcast to "
+            f"{tuple(shape)}"
         ) from None
 
 
@@ -68,16 +72,26 @@ def autocasts(x: torch.Tensor) -> bool:
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
-def _in_parts(function: Callable[..., Any], axes: Sequence[int], rows: int, *given: Any) -> Any:
+def in_parts(
+    function: Callable[..., Any], axes: Sequence[int | None], rows: int, *given: Any
+) -> Any:
     """Return a function of tensors, computed for at most `rows` along an axis of each at a time.
 
-    The result has rows along the axis of the first. With gradients a part is computed anew in the
+    A tensor with None for an axis is whole in every part: as the gradient of a view by rows, its
+    gradient would be as large as the rows' together. The result has rows along the axis of the
+    first. With gradients a part is computed anew in the
     backward, so that one part at a time has intermediate results.
     """
     axis = axes[0]
+    assert axis is not None
     if rows >= given[0].shape[axis]:
         return function(*given)
-    parts = zip(*(x.split(rows, at) for x, at in zip(given, axes, strict=False)), strict=True)
+    number = len(given[0].split(rows, axis))
+    split = (
+        [x] * number if at is None else x.split(rows, at)
+        for x, at in zip(given, axes, strict=False)
+    )
+    parts = zip(*split, strict=True)
     if torch.is_grad_enabled():
         done = [checkpoint(function, *part, use_reentrant=False) for part in parts]
     else:
@@ -231,7 +245,7 @@ class PairTransition(torch.nn.Module):
         if rows == total:
             return self._transition(x)
         flat = x.reshape(total, self.dim)
-        return _in_parts(self._transition, (0,), rows, flat).reshape(*x.shape[:-1], self.out_dim)
+        return in_parts(self._transition, (0,), rows, flat).reshape(*x.shape[:-1], self.out_dim)
 
     def _transition(self, x: torch.Tensor) -> Any:
         n = self.norm(x)
@@ -265,15 +279,32 @@ class _Projections(torch.nn.Module):
                 self.linear_g.bias.fill_(1.0)
 
 
-def _by_torch(q: Any, k: Any, v: Any, bias: Any, absent: Any) -> Any:
-    """Return attention (B, R, H, N, D) of q, k and v, as `_attended` has it."""
+def absent_keys(mask: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return 1 - mask, of keys along the last axis, and the rows without any key.
+
+    A row without keys has 0 in place of 1 - mask: a large bias on each of its keys would leave no
+    digits of the logits, and gradients by fast kernels would be N times too large.
+    """
+    occupied = mask.any(-1, keepdim=True)
+    return (1 - mask.to(dtype)) * occupied, occupied.logical_not()
+
+
+def by_torch(
+    q: Any, k: Any, v: Any, bias: Any, absent: Any, missing: float = _MISSING, **options: Any
+) -> Any:
+    """Return attention (B, R, H, N, D) of q, k and v, with a bias (B, 1, H, N, K).
+
+    Where `absent` (B, R, 1, 1, K) is one, a key has the bias `missing` besides. Options are
+    arguments of ``scaled_dot_product_attention``.
+    """
     bias = bias.to(q.dtype)
     if absent is None:
         bias = bias.expand(*q.shape[:-1], k.shape[-2])
     else:
-        bias = torch.add(bias, absent, alpha=_MISSING)
+        bias = torch.add(bias, absent, alpha=missing)
     # torch's fast kernels take four axes.
-    found = F.scaled_dot_product_attention(*(x.flatten(0, 1) for x in (q, k, v, bias)))
+    given = [x.flatten(0, 1) for x in (q, k, v, bias)]
+    found = F.scaled_dot_product_attention(*given, **options)
     return found.unflatten(0, q.shape[:2])
 
 
@@ -293,7 +324,12 @@ def _installed() -> bool:
 
 
 # A search takes longer than a launch.
-_found = functools.cache(_installed)
+_searched = functools.cache(_installed)
+
+
+def _found() -> bool:
+    # `compat.cuequivariance.register` puts torch's attention into the package's place.
+    return not serves("cuequivariance-torch") and _searched()
 
 
 class TriangleAttention(torch.nn.Module):
@@ -517,17 +553,13 @@ class TriangleAttention(torch.nn.Module):
         if self.max_memory is not None:
             # Without edges a row takes no bytes.
             rows = min(rows, max(1, self.max_memory // max(1, self._bytes_of_a_row(batch, N, x))))
-        o = _in_parts(attended, (1 if self.starting else 2, 1, 1), rows, *given)
+        o = in_parts(attended, (1 if self.starting else 2, 1, 1), rows, *given)
         layers: Any = self.mha
         # FSDP refuses views: the layer's result is none.
         return layers.linear_o(o.reshape(*leading, N, N, self.no_heads * self.c_hidden))
 
     def _absent(self, mask: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> Any:
-        """Return 1 - mask as (B, R, 1, 1, N), for the edges of every row, and the rows without any.
-
-        A row without edges has 0 in place of 1 - mask: a large bias on each of its keys would leave
-        no digits of the logits, and gradients by fast kernels would be N times too large.
-        """
+        """Return `absent_keys` as (B, R, 1, 1, N), for the edges of every row."""
         if self.attention == "cuequivariance" and mask.requires_grad:
             raise ValueError(
                 "TriangleAttention: mask requires a gradient; it should not with cuequivariance, "
@@ -539,8 +571,7 @@ class TriangleAttention(torch.nn.Module):
         # Contiguous, or else its sum with the bias is laid out by rows, and torch has no fast
         # kernel for that.
         mask = (mask if self.starting else mask.transpose(1, 4)).contiguous()
-        occupied = mask.any(-1, keepdim=True)
-        return (1 - mask.to(dtype)) * occupied, occupied.logical_not()
+        return absent_keys(mask, dtype)
 
     def _is_for_cuequivariance(self, bias: torch.Tensor, absent: torch.Tensor | None) -> bool:
         if self.attention is not None:
@@ -590,7 +621,7 @@ class TriangleAttention(torch.nn.Module):
                 g = g + gate.bias.unflatten(0, g.shape[-2:])
         else:
             *qkv, g = (layer(n).unflatten(-1, (self.no_heads, -1)) for layer in layers)
-        attend = _by_cuequivariance if self._is_for_cuequivariance(bias, absent) else _by_torch
+        attend = _by_cuequivariance if self._is_for_cuequivariance(bias, absent) else by_torch
         axes = (0, 1, 3, 2, 4) if self.starting else (0, 2, 3, 1, 4)
         q, k, v = (each.permute(axes) for each in qkv)
         o = attend(q, k, v, bias, absent)

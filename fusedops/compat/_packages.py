@@ -17,16 +17,16 @@ _lock = threading.Lock()
 
 
 class Package:
-    """A package of another program, with functions that have ours in their place.
+    """A program's package, or several, with functions that have ours in their place.
 
     Parameters
     ----------
     name : str
-        The package's name in an ``import``.
+        The package's name in an ``import``; of several, the first.
     program, version : str
         The distribution that has the package, and the version whose functions ours are.
     functions : mapping of str to sequence of str
-        The package's modules, each after its parent, and the functions of ours in them.
+        The packages' modules, each after its parent, and the functions of ours in them.
     ours : mapping of str to function
         Our functions by name.
     kept : bool
@@ -47,11 +47,14 @@ class Package:
         *,
         kept: bool = False,
         plain: Mapping[str, str] | None = None,
+        constants: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         self.name, self.program, self.version = name, program, version
         self.functions, self.ours, self.kept = functions, ours, kept
         self.names = frozenset(name for names in functions.values() for name in names)
         self.plain = plain or {name: name for name in self.names}
+        self.constants = constants or {}
+        self.roots = frozenset(module.partition(".")[0] for module in functions)
         # The package's modules from before, and globals (module, name, value) of all modules.
         self._before: tuple[dict[str, ModuleType], list[tuple[ModuleType, str, Any]]] | None = None
 
@@ -78,16 +81,21 @@ class Package:
             # `importlib.util.find_spec` raises for an imported module without one.
             module.__spec__ = ModuleSpec(name, None, origin=__name__, is_package=is_package)
             module.__dict__.update({function: self.counted[function] for function in functions})
+            module.__dict__.update(self.constants.get(name, {}))
             if is_package:
                 module.__dict__["__path__"] = []
             if parent:
-                setattr(made[parent], last, module)
+                # A package may hide a module behind a function of its name.
+                made[parent].__dict__.setdefault(last, module)
             else:
                 module.__dict__["__version__"] = self.version
         return made
 
-    def register(self) -> None:
-        """Give programs our functions from now on. A second call changes nothing."""
+    def register(self, replace: bool = True) -> None:
+        """Give programs our functions from now on. A second call changes nothing.
+
+        Raises RuntimeError if the package is imported, and `replace` is False.
+        """
         with _lock:
             if self._before is not None:
                 return
@@ -95,8 +103,13 @@ class Package:
             imported = {
                 name: module
                 for name, module in _modules().items()
-                if name.partition(".")[0] == self.name
+                if name.partition(".")[0] in self.roots
             }
+            if imported and not replace:
+                raise RuntimeError(
+                    f"register: {min(imported)} is imported already; register should be called "
+                    "before, or with replace=True"
+                )
             # A program that found no package may have None in its place.
             replaced = [None, *(each for m in imported.values() for _, each in self._held(m))]
             if not stays:

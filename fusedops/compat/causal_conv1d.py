@@ -55,22 +55,29 @@ def need_tensor(op: str, name: str, value: Any) -> None:
         raise TypeError(f"{op}: {name} is {shown}; it should be a tensor")
 
 
+def need_float(op: str, name: str, value: Any) -> None:
+    """Raise TypeError unless an argument is a float tensor."""
+    need_tensor(op, name, value)
+    if value.dtype not in _FLOATS:
+        raise TypeError(
+            f"{op}: {name} has dtype {dtype_name(value.dtype)}; it should be float32, float64, "
+            "bfloat16 or float16"
+        )
+
+
 def need_floats(op: str, x: Any, **others: Any) -> None:
     """Raise unless x, and the other arguments that are given, are float tensors on one device."""
     for name, value in {"x": x, **others}.items():
         if value is None and name not in ("x", "weight"):
             continue
-        need_tensor(op, name, value)
-        if value.dtype not in _FLOATS:
-            raise TypeError(
-                f"{op}: {name} has dtype {dtype_name(value.dtype)}; it should be float32, "
-                "float64, bfloat16 or float16"
-            )
+        need_float(op, name, value)
         if value.device != x.device:
             same_device(op, name, device_of(value), "x", device_of(x))
 
 
-def need_integers(op: str, name: str, value: Any, shape: tuple[int | str, ...], x: Any) -> None:
+def need_integers(
+    op: str, name: str, value: Any, shape: tuple[int | str, ...], x: Any, of: str = "x"
+) -> None:
     """Raise unless an argument is a tensor of int32 or int64, of a shape, on the device of x."""
     need_tensor(op, name, value)
     if value.dtype not in (torch.int32, torch.int64):
@@ -78,7 +85,7 @@ def need_integers(op: str, name: str, value: Any, shape: tuple[int | str, ...], 
             f"{op}: {name} has dtype {dtype_name(value.dtype)}; it should be int32 or int64"
         )
     of_shape(op, name, value, shape)
-    same_device(op, name, device_of(value), "x", device_of(x))
+    same_device(op, name, device_of(value), of, device_of(x))
 
 
 def need_activation(op: str, activation: Any) -> None:
