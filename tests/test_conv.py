@@ -52,10 +52,6 @@ class Problem(NamedTuple):
         names = ("initial_state", "bias", "cu_seqlens", "activation")
         return {name: getattr(self, name) for name in names}
 
-    @property
-    def spans(self):
-        return spans_of(self.x, self.cu_seqlens)
-
 
 #: The op and its leaves.
 (CONVOLUTION,) = (example for example in contract.EXAMPLES if example.name == "conv-packed")
@@ -230,82 +226,6 @@ def test_a_bad_number_reaches_nothing_but_what_depends_on_it(quick, name, p):
         if want is not None:
             same(got[one == other], want[one == other])
             assert name != "x" or np.isnan(got[one != other]).all()
-
-
-def part(p, s):
-    """Return the problem of one sequence alone."""
-    b, tokens = p.spans[s]
-
-    def row(array):
-        return None if array is None else array[s : s + 1]
-
-    return p._replace(
-        x=p.x[b : b + 1, tokens],
-        kernels=p.kernels if p.kernels.ndim == 2 else p.kernels[b : b + 1, tokens],
-        initial_state=row(p.initial_state),
-        cotangent=p.cotangent[b : b + 1, tokens],
-        final_cotangent=row(p.final_cotangent),
-        cu_seqlens=None,
-    )
-
-
-def own(p, s, results):
-    """Return one sequence's share of all results, in the order of Results."""
-    b, tokens = p.spans[s]
-    gradient = results.initial_state
-    return [
-        results.out[b : b + 1, tokens],
-        results.final_state[s : s + 1],
-        results.x[b : b + 1, tokens],
-        results.kernels[b : b + 1, tokens] if p.kernels.ndim == 4 else None,
-        None if gradient is None else gradient[s : s + 1],
-    ]
-
-
-@given_problems(40)
-def test_every_sequence_is_computed_as_if_alone(quick, p):
-    """Sequences may be packed or in a batch; gradients of shared arguments are sums over them."""
-    together = solve(quick, p)
-    alone = [solve(quick, part(p, s)) for s in range(len(p.spans))]
-    for s, results in enumerate(alone):
-        for got, want in zip(own(p, s, together), results, strict=False):
-            if got is not None:
-                agree(quick, got, want)
-    if p.x.dtype == np.float64 and p.kernels.ndim == 2:
-        close(together.kernels, sum(r.kernels for r in alone))
-    if p.x.dtype == np.float64 and p.bias is not None:
-        close(together.bias, sum(r.bias for r in alone))
-
-
-def in_chunks(place, p, edges):
-    """Return the convolution of one chunk after the other, and the last state."""
-    framework, backend = place
-    x, kernels, state, bias = (tensor(a) if framework == "torch" else a for a in p[:4])
-    outs = []
-    for low, high in itertools.pairwise(edges):
-        out, state = fusedops.dynamic_conv(
-            x[:, low:high],
-            kernels if kernels.ndim == 2 else kernels[:, low:high],
-            initial_state=state,
-            bias=bias,
-            output_final_state=True,
-            activation=p.activation,
-            backend=backend,
-        )
-        outs.append(out)
-    return outs, state
-
-
-@given_problems(30, lengths=None)
-def test_prefill_in_chunks_of_any_sizes(quick, p):
-    T, W = p.x.shape[1], p.kernels.shape[-1]
-    rng = np.random.default_rng(T)
-    size = rng.choice([1, 3, W])
-    want = solve(quick, p)
-    for edges in (range(size, T, size), sorted(rng.integers(0, T + 1, 4).tolist())):
-        outs, state = in_chunks(quick, p, [0, *edges, T])
-        agree(quick, np.concatenate(outs, 1), want.out)
-        same(np.asarray(state), want.final_state)
 
 
 def step(place, x, state, kernels, **options):
@@ -507,28 +427,6 @@ def test_channels_may_come_before_tokens(place, T, D, W, lengths, dtype):
     for q in (turned, turned._replace(x=p.x), turned._replace(cotangent=p.cotangent)):
         for got, value in zip(solve(place, q), want, strict=True):
             agree(place, got, value)
-
-
-@pytest.mark.interpreted_slow(T=(20, 73))
-@pytest.mark.parametrize(
-    ("T", "D", "lengths"),
-    [(72, 32, None), (20, 5, None), (73, 8, (3, 0, 70))],
-    ids=["squares", "edges", "packed"],
-)
-@pytest.mark.parametrize("layout", [np.copy, channels_first], ids=["BTD", "BDT"])
-def test_a_residual_is_added_after_the_activation(place, T, D, lengths, layout):
-    framework, backend = place
-    p = problem(T=T, D=D, lengths=lengths)
-    residual = layout(np.random.default_rng(1).normal(size=p.x.shape))
-    given = {"cu_seqlens": p.cu_seqlens, "activation": "silu", "backend": backend}
-    want = p.x, p.kernels, residual
-    if framework == "torch":
-        want = [tensor(array) for array in want]
-    x, kernels, more = want
-    out = fusedops.dynamic_conv(x, kernels, residual=more, **given)
-    close(np.asarray(out), np.asarray(fusedops.dynamic_conv(x, kernels, **given)) + residual)
-    twice = fusedops.dynamic_conv(x, kernels, residual=x, **given)
-    close(np.asarray(twice), np.asarray(fusedops.dynamic_conv(x, kernels, **given)) + p.x)
 
 
 @needs_torch
