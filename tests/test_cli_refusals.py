@@ -80,10 +80,16 @@ def scaled(a="0.019670", shift="0.00000"):
 # Files that no command can read, with the messages.
 UNREADABLE = {
     "empty.pdb": (b"", "the file is empty"),
+    "spaces.cif": (b" \n\n", "the file is empty"),
+    "empty.cif.gz": (gzip.compress(b""), "the file is empty"),
+    "page.cif": (b"<!DOCTYPE html>\n<html></html>", "neither PDB nor mmCIF"),
+    "zeros.cif": (bytes(999), "neither PDB nor mmCIF"),
     "binary.pdb": (bytes(range(256)) * 20, "neither PDB nor mmCIF"),
     "atom.pdb": (b"ATOM  " + bytes(range(256)) * 20, "line 1 holds no coordinates"),
     "plain.pdb.gz": (b"not gzipped", "neither PDB nor mmCIF"),
     "cut.pdb.gz": (gzip.compress(UBIQUITIN)[:3000], "broken gzip data"),
+    "damaged.pdb.gz": (gzip.compress(UBIQUITIN)[:3000] + b"x" * 9, "broken gzip data"),
+    "sum.pdb.gz": (gzip.compress(b"ATOM" * 99)[:-9] + b"x" * 9, "broken gzip data"),
     "more.pdb.gz": (gzip.compress(UBIQUITIN) + b"garbage", "broken gzip data"),
     "twice.pdb.gz": (gzip.compress(gzip.compress(UBIQUITIN)), "neither PDB nor mmCIF"),
     "utf16.pdb": (UBIQUITIN.decode().encode("utf-16"), "neither PDB nor mmCIF"),
@@ -94,7 +100,10 @@ UNREADABLE = {
         atom(30, "   1e300"),
         "the coordinates of A/MET 1 N are [1e+300, 24.294, 2.683]; they should be within 1,000,000",
     ),
-    "blank.pdb": (atom(30, " " * 8), "holds no coordinates"),
+    "inf.pdb": (atom(30, "     inf"), "the coordinates of A/MET 1 N are not finite numbers"),
+    "blank.pdb": (atom(30, " " * 8), "line 270 holds no coordinates"),
+    "letters.pdb": (atom(30, "     abc"), "line 270 holds no coordinates"),
+    "cut.pdb": (UBIQUITIN[: UBIQUITIN.index(ATOM) + 40], "line 270 holds no coordinates"),
     "zero_angle.pdb": (crystal("50 50 50 0 90 90"), "Impossible angle"),
     "long.pdb": (b"ATOM  " + b"x" * 1_000_000, "line 1 holds no coordinates"),
     "data.cif": (b"data_\n", "it holds no atoms"),
@@ -105,7 +114,10 @@ UNREADABLE = {
         )
         for name in ("id", "type_symbol", "label_alt_id", "label_asym_id", "Cartn_z")
     },
-    "cut.cif": (MMCIF[:-9], "Wrong number of values"),
+    "cut.cif": (MMCIF[:-9], "Wrong number of values in loop"),
+    "open.cif": (MMCIF[:30], "mmCIF: line 3: parse error"),
+    "number.cif": (MMCIF.replace(b"A 1 1.0", b"A one 1.0"), "not an integer"),
+    "unknown.cif": (MMCIF.replace(b"2.0 2.0 3.5", b"? 2.0 3.5"), "of A/ALA 1 CB are not finite"),
     "far.cif": (MMCIF.replace(b"2.0 3.5", b"2e7 3.5"), "A/ALA 1 CB are [2.0, 20000000.0, 3.5]"),
 }
 

@@ -3,7 +3,6 @@
 import gzip
 import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from importlib.resources import files
@@ -349,65 +348,6 @@ class TestMmcif:
         assert len(load(gzip.compress(MMCIF.encode()), "x.cif").xyz) == 4
 
 
-def replaced(old, new):
-    """Return ubiquitin with its first `old` column replaced."""
-    text = UBIQUITIN.read_text()
-    assert old in text
-    assert len(old) == len(new) == 8
-    return text.replace(old, new, 1)
-
-
-BROKEN = {
-    "empty.pdb": (b"", "the file is empty"),
-    "blank.cif": (b" \n\n", "the file is empty"),
-    "empty.cif.gz": (gzip.compress(b""), "the file is empty"),
-    "text.pdb": (b"This is a letter.\n" * 9, "neither PDB nor mmCIF"),
-    "page.cif": (b"<!DOCTYPE html>\n<html></html>", "neither PDB nor mmCIF"),
-    "binary.pdb": (bytes(range(256)) * 9, "neither PDB nor mmCIF"),
-    "zeros.cif": (bytes(999), "neither PDB nor mmCIF"),
-    "truncated.pdb.gz": (lambda: gzip.compress(UBIQUITIN.read_bytes())[:9000], "broken gzip data"),
-    "damaged.pdb.gz": (
-        lambda: gzip.compress(b"ATOM" * 99)[:-9] + b"x" * 9, "broken gzip data"
-    ),
-    "header.pdb": (b"HEADER    NOTHING ELSE\nEND\n", "it holds no atoms"),
-    "header.cif": (b"data_x\n_cell.length_a 10\n", "it holds no atoms"),
-    "cut.pdb": (lambda: pdb(f"ALA 1 {BACKBONE}")[:-40], "line 4 holds no coordinates"),
-    "cut.cif": (MMCIF[:-9].encode(), "Wrong number of values in loop"),
-    "open.cif": (MMCIF[:70].encode(), "mmCIF: line 6: parse error"),
-    "number.cif": (MMCIF.replace(" 7 X", " seven X").encode(), "not an integer"),
-    "stars.pdb": (lambda: replaced("  26.381", "********"), "line 271 holds no coordinates"),
-    "letters.pdb": (lambda: replaced("  26.381", "     abc"), "line 271 holds no coordinates"),
-    "nan.pdb": (lambda: replaced("  26.381", "     nan"), "of A/MET 1 CA are not finite"),
-    "inf.pdb": (lambda: replaced("  26.381", "     inf"), "of A/MET 1 CA are not finite"),
-    "unknown.cif": (MMCIF.replace("CB . ASP A 1 ? 1.0", "CB . ASP A 1 ? ?").encode(),
-                    "of X/ASP 7 CB are not finite"),
-}  # fmt: skip
-
-
-class TestBrokenFiles:
-    @pytest.fixture(autouse=True)
-    def _gemmi(self):
-        pytest.importorskip("gemmi")
-
-    @pytest.mark.parametrize("name", BROKEN)
-    def test_one_line_says_which_file_and_what_is_wrong(self, tmp_path, name):
-        content, reason = BROKEN[name]
-        content = content() if callable(content) else content
-        path = tmp_path / name
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
-        with pytest.raises(StructureError) as error:
-            read_structure(path)
-        assert str(error.value).startswith(f"{path}: ")
-        assert reason in str(error.value)
-        assert "\n" not in str(error.value)
-
-    def test_missing_and_folder(self, tmp_path):
-        with pytest.raises(StructureError, match=r"none\.pdb: No such file"):
-            read_structure(tmp_path / "none.pdb")
-        with pytest.raises(StructureError, match="Is a directory"):
-            read_structure(tmp_path)
-
-
 class TestWriting:
     def test_only_the_columns_that_moved_change(self, ubiquitin, tmp_path):
         xyz = ubiquitin.xyz.copy()
@@ -537,12 +477,3 @@ def test_without_gemmi(monkeypatch):
     empty = Structure("x.pdb", np.empty((0, 3)), [], None, np.empty(0, np.int64), b"", "PDB")
     with pytest.raises(ImportError, match=r'pip install "gemmi>=0\.7\.3"'):
         planar_groups(empty)
-
-
-def test_importing_needs_numpy_alone():
-    script = (
-        "import sys, fusedops.structure, fusedops.cli; "
-        "print({'gemmi', 'rich', 'scipy', 'matplotlib', 'torch', 'numba'} & set(sys.modules))"
-    )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert run.stdout == "set()\n"
