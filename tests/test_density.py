@@ -240,52 +240,6 @@ def test_a_large_box_is_taken_in_parts(monkeypatch, framework, anisotropic):
     all_close(solve(place, p), want)
 
 
-def test_the_integral_is_the_number_of_electrons(anisotropic):
-    cell = 2.0 * np.array(CELLS["triclinic"][0])
-    shape = tuple(int(n) for n in np.ceil(np.linalg.norm(cell, axis=0) / 0.45))
-    p = atoms_of(cell, shape, 5.5, anisotropic=anisotropic)._replace(radius=np.full(2, 5.5))
-    total = evaluate(ANYWHERE, p).sum() * np.linalg.det(cell) / math.prod(shape)
-    # Density is cut off beyond five standard deviations.
-    assert abs(total / (p.occupancy * p.amplitudes.sum(1)).sum() - 1) < 2e-5
-
-
-@pytest.mark.parametrize("name", ["very skewed", "skewed and smaller"])
-def test_moving_by_edges_or_voxels_and_turning_everything(quick, name, anisotropic):
-    p = problem(name, anisotropic=anisotropic)
-    out, *gradients = solve(quick, p)
-    edges = np.random.default_rng(1).integers(-3, 4, p.xyz.shape)
-    found = solve(quick, p._replace(xyz=p.xyz + edges @ p.cell.T))
-    # Shifting rounds coordinates once more, by a few Å times 1e-16.
-    all_close(found, [out, *gradients], terms=6400)
-    steps = np.array([2, -1, 3])
-    moved = evaluate(quick, p._replace(xyz=p.xyz + p.cell @ (steps / p.shape)))
-    close(moved, np.roll(out, steps, (0, 1, 2)), terms=6400)
-    turn, _ = np.linalg.qr(np.random.default_rng(2).normal(size=(3, 3)))
-    b = components_of(turn @ np.array([*map(matrix_of, p.b)]) @ turn.T) if anisotropic else p.b
-    turned = p._replace(xyz=p.xyz @ turn.T, b=b, cell=turn @ p.cell)
-    rho, by_xyz, _, by_occupancy = solve(quick, turned)
-    close(rho, out, terms=6400)
-    all_close((by_xyz, by_occupancy), (gradients[0] @ turn.T, gradients[2]), terms=640_000)
-
-
-@pytest.mark.parametrize("name", ["orthogonal", "skewed and smaller"])
-def test_an_isotropic_atom_is_an_anisotropic_one(quick, name):
-    p = problem(name)
-    U = p.b[:, None] / (8 * np.pi**2) * [1, 1, 1, 0, 0, 0]
-    iso, aniso = solve(quick, p), solve(quick, p._replace(b=U))
-    # dU/dB is the unit matrix over 8π².
-    aniso[2] = aniso[2][:, :3].sum(1) / (8 * np.pi**2)
-    all_close(aniso, iso)
-
-
-def test_the_order_of_atoms_changes_roundings_alone(quick, anisotropic):
-    p, order = problem(count=12, anisotropic=anisotropic), np.random.default_rng(0).permutation(12)
-    one, other = solve(quick, p), solve(quick, p.of(order))
-    close(other[0], one[0])
-    for got, want in zip(other[1:], one[1:], strict=True):
-        agree(quick, got, want[order])
-
-
 def test_no_atoms(place, anisotropic):
     p = problem(anisotropic=anisotropic, count=0)
     for radius in ({}, {"radius": None}):
@@ -555,13 +509,6 @@ def test_clamping_hides_no_other_fault(argument, anisotropic):
     getattr(p, argument)[1] = np.nan
     with pytest.raises(ValueError, match=rf"{argument}\[1\] is .*; it should be finite"):
         evaluate(ANYWHERE, p, on_bad="clamp")
-
-
-def test_clamping_changes_no_wide_atom(quick, anisotropic):
-    p = problem(anisotropic=anisotropic)
-    p.widths[:, -1] = 0.5
-    for got, want in zip(solve(quick, p, on_bad="clamp"), solve(quick, p), strict=True):
-        agree(quick, got, want)
 
 
 @needs_torch
