@@ -135,27 +135,6 @@ def test_a_gradient_that_depends_on_nothing_has_none_itself(torch_backend):
     assert nothing is None or not nothing.any()
 
 
-def test_incoming_is_outgoing_of_the_transposed_pairs(gate):
-    """Left and right are exchanged, too: x_ij ↔ x_ji turns l_ik r_jk into r_ki l_kj."""
-    p = problem(gate=gate)
-
-    def exchanged(array):
-        return np.roll(array, len(array) // 2, 0)
-
-    def transposed(array):
-        return np.ascontiguousarray(array.swapaxes(1, 2))
-
-    changes = {name: transposed for name in ("x", "mask")}
-    changes |= {f"{kind}_in_{part}": exchanged for kind in "pg" for part in ("weight", "bias")}
-    changed = {name: change(p.arguments[name]) for name, change in changes.items()}
-    other = p.but(direction="incoming", **changed)
-    other = dataclasses.replace(other, cotangents=(transposed(p.cotangents[0]),))
-    (out, *gradients), (turned, *others) = solve(REFERENCE, p), solve(REFERENCE, other)
-    close(p, transposed(turned), out)
-    for name, one, two in zip(p.leaves, gradients, others, strict=True):
-        close(p, changes.get(name, np.asarray)(two), one)
-
-
 # The dtypes of x and of weights, precision, and the largest error there may be, by norms.
 PRECISION = [
     ("float32", "float32", None, 1e-6),
