@@ -13,7 +13,6 @@ from cpukern.so2 import convolution as on_cpu
 from fusedops._frame.kinds import forget_plans
 from fusedops.samples import convolved
 from fusedops.testing import TOLERANCE, error
-from fusedops.wigner import m_major_order, wigner_d
 from places import HAS_TORCH, interpreted, needs_torch, needs_triton
 
 if HAS_TORCH:
@@ -25,26 +24,6 @@ pytestmark = interpreted
 def sample(lmax, mmax, edges=5, channels=3, width=2, gates=4, **options):
     rng = np.random.default_rng(lmax + 10 * mmax)
     return convolved(rng, edges, lmax, mmax, channels, width, gates, **options)
-
-
-def run(op, place, arrays, **options):
-    """Return the outputs of an op as arrays."""
-    if place[0] == "torch":
-        arrays = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    out = op(**arrays, **options, backend=place[1])
-    return [np.asarray(one) for one in (out if isinstance(out, tuple) else (out,))]
-
-
-def turned(rows, lmax, mmax, angle):
-    """Return m-major rows after a turn about the edge."""
-    found, at = rows.copy(), lmax + 1
-    for m in range(1, mmax + 1):
-        plus, minus = (rows[:, at + k : at + k + lmax + 1 - m] for k in (0, lmax + 1 - m))
-        c, s = np.cos(m * angle), np.sin(m * angle)
-        both = np.concatenate([c * plus - s * minus, s * plus + c * minus], axis=1)
-        found[:, at : at + both.shape[1]] = both
-        at += both.shape[1]
-    return found
 
 
 def convolution(message, *, bias=0.0, radial=None, gate_channels=0, **weights):
@@ -86,16 +65,6 @@ def test_the_formula():
     sizes = [(5, lmax, mmax, 3, 4) for lmax, mmax in ((0, 0), (3, 0), (3, 3), (4, 2))]
     compare(fusedops.so2_convolution, convolution, sizes)
     compare(fusedops.gate_activation, gated, [size[:4] for size in sizes])
-
-
-@pytest.mark.parametrize(("lmax", "mmax"), [(1, 1), (3, 1)])
-def test_a_turn_about_the_edge_turns_the_result_and_leaves_the_gates(place, lmax, mmax):
-    given = sample(lmax, mmax)
-    out, gates = run(fusedops.so2_convolution, place, given, gate_channels=4)
-    given["message"] = turned(given["message"], lmax, mmax, 0.7)
-    after, same = run(fusedops.so2_convolution, place, given, gate_channels=4)
-    assert error(after, turned(out, lmax, mmax, 0.7)) < 1e-13
-    assert error(same, gates) < 1e-13
 
 
 def large(op, edges):
@@ -287,20 +256,6 @@ def test_one_block_and_many_agree(monkeypatch, limit, exact):
     cotangents = [np.ones_like(one) for one in out]
     pairs = zip((*out, *pullback(*cotangents)), (*want, *reference(*cotangents)), strict=True)
     assert all(error(one, other) < 8 * TOLERANCE["float32"] for one, other in pairs)
-
-
-@pytest.mark.parametrize("lmax", [0, 1, 3])
-def test_gates_turn_with_their_features(place, lmax):
-    rng = np.random.default_rng(lmax)
-    matrices = wigner_d(rng.normal(size=(6, 3)), lmax)
-    x = rng.normal(size=(6, (lmax + 1) ** 2, 4))
-    gates = rng.normal(size=(6, 4 * lmax))
-    gate = fusedops.gate_activation
-    (out,) = run(gate, place, {"gates": gates, "x": x}, layout="l")
-    (after,) = run(gate, place, {"gates": gates, "x": matrices @ x}, layout="l")
-    assert error(after, matrices @ out) < 1e-13
-    (major,) = run(gate, place, {"gates": gates, "x": x[:, m_major_order(lmax)]})
-    assert error(major, out[:, m_major_order(lmax)]) < 1e-15
 
 
 @pytest.mark.parametrize(
