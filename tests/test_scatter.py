@@ -189,22 +189,6 @@ def test_an_element_is_summed_in_the_order_of_the_cubes(exact, make):
         same(structured_scatter_add(p.cube, *p.where, backend=exact), added(p))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_the_order_within_rows_changes_no_bit(backend, dtype):
-    """Rows that follow each other in the map give the results of shuffled ones."""
-    p = runs(dtype=dtype)
-    assert all(len(np.unique(cube)) == cube.size for cube in p.wbwc[:, :1])
-    shuffle = np.random.default_rng(1).permutation(p.cube.shape[-1])
-    mixed = p._replace(cube=p.cube[..., shuffle], wbwc=p.wbwc[..., shuffle])
-    one, other = (solve(("numpy", backend), q) for q in (p, mixed))
-    # An element in several rows of one cube is summed in another order.
-    close(one[0], other[0])
-    alone = p._replace(cube=p.cube[:, :1, :1], wa=p.wa[:, :1], wbwc=p.wbwc[:, :1])
-    mixed = alone._replace(cube=alone.cube[..., shuffle], wbwc=alone.wbwc[..., shuffle])
-    same(*(structured_scatter_add(x.cube, *x.where, backend=backend) for x in (alone, mixed)))
-    same(one[1][..., shuffle], other[1])
-
-
 KINDS = {
     "lists": lambda p: (p.wa.tolist(), p.wbwc.tolist(), p.size),
     "int32": lambda p: (p.wa.astype("i4"), p.wbwc.astype("i4"), np.int32(p.size)),
