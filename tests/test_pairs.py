@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import pickle
 import sys
@@ -57,19 +56,6 @@ def test_attention_is_that_of_the_paper(starting, bias):
     mask[2] = mask[:, 2] = False
     for given in ((), (mask,)):
         agree(module, formulas.attention, z, *given, atol=1e-12)
-
-
-def test_attention_by_loops():
-    """Algorithm 13, an edge and a head at a time."""
-    module, (z, mask) = randomized(TriangleAttention(C, D, H)), pair()
-    n, mha = module.layer_norm(z), module.mha
-    q, k, v = (getattr(mha, f"linear_{name}")(n).unflatten(-1, (H, D)) for name in "qkv")
-    b, rows = module.linear(n), torch.empty(N, N, H, D, dtype=z.dtype)
-    for i, j, h in itertools.product(range(N), range(N), range(H)):
-        logits = k[i, :, h] @ q[i, j, h] / math.sqrt(D) + b[j, :, h] + 1e9 * (mask[i].double() - 1)
-        rows[i, j, h] = torch.softmax(logits, 0) @ v[i, :, h]
-    want = mha.linear_o(mha.linear_g(n).sigmoid() * rows.flatten(-2))
-    torch.testing.assert_close(module(z, mask), want, **TOLERANCE)
 
 
 @STARTING
