@@ -88,7 +88,7 @@ UNREADABLE = {
     "atom.pdb": (b"ATOM  " + bytes(range(256)) * 20, "line 1 holds no coordinates"),
     "plain.pdb.gz": (b"not gzipped", "neither PDB nor mmCIF"),
     "cut.pdb.gz": (gzip.compress(UBIQUITIN)[:3000], "broken gzip data"),
-    "damaged.pdb.gz": (gzip.compress(UBIQUITIN)[:3000] + b"x" * 9999, "broken gzip data"),
+    "hole.pdb.gz": (gzip.compress(UBIQUITIN).replace(b"x", b""), "broken gzip data"),
     "sum.pdb.gz": (gzip.compress(b"ATOM" * 99)[:-9] + b"x" * 9, "broken gzip data"),
     "more.pdb.gz": (gzip.compress(UBIQUITIN) + b"garbage", "broken gzip data"),
     "twice.pdb.gz": (gzip.compress(gzip.compress(UBIQUITIN)), "neither PDB nor mmCIF"),
