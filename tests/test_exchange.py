@@ -10,7 +10,6 @@ dist = pytest.importorskip("torch.distributed")
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch is built without gloo", allow_module_level=True)
 
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from fusedops.distributed import exchange, share  # noqa: E402
 from replicated import Enter, shard, whole  # noqa: E402
@@ -86,22 +85,6 @@ def test_derivatives_of_every_order():
 
 
 @on_ranks
-def test_a_real_fourier_transform_of_planes():
-    """The transform of a map of which every rank has some planes, and the pullback to them."""
-    P = dist.get_world_size()
-    sizes, last = SIZES["uneven"][P], SIZES["uneven"][P][::-1]
-    density = values(sum(sizes), 2 * sum(last) - 2, 6).requires_grad_()
-    own, group = shard(density, 0, sizes), dist.group.WORLD
-    half = torch.fft.rfftn(own.transpose(1, 2), dim=(1, 2)).transpose(1, 2)
-    got = torch.fft.fft(exchange(half, 0, 1, group=group, dst_sizes=last), dim=0)
-    want = torch.fft.rfftn(density.transpose(1, 2), dim=(0, 1, 2)).transpose(1, 2)
-    torch.testing.assert_close(got, shard(want, 1, last))
-    (gradient,) = torch.autograd.grad(got.abs().square().sum(), density)
-    (wanted,) = torch.autograd.grad(want.abs().square().sum(), density)
-    torch.testing.assert_close(shard(gradient, 0, sizes), shard(wanted, 0, sizes))
-
-
-@on_ranks
 def test_share_adds_the_parts_of_all_ranks():
     P, rank = dist.get_world_size(), dist.get_rank()
     w, v = values(3).requires_grad_(), values(2, 2).requires_grad_()
@@ -116,21 +99,6 @@ def test_share_adds_the_parts_of_all_ranks():
     torch.testing.assert_close(ddw, 6 * total * w * dw.cos())
     (dddw,) = torch.autograd.grad(ddw.sum() * (rank == 0), w)
     torch.testing.assert_close(dddw, 6 * total * dw.cos() - (6 * total * w).square() * dw.sin())
-
-
-@on_ranks
-def test_share_is_ddp_without_its_division():
-    P, rank = dist.get_world_size(), dist.get_rank()
-    linear = torch.nn.Linear(3, 2, dtype=torch.float64, device=device())
-    for parameter in linear.parameters():
-        dist.broadcast(parameter.data, 0)
-    x = values(P, 4, 3)[rank]
-    wrapped = DistributedDataParallel(linear)
-    wrapped(x).square().sum().mul(P).backward()
-    want = [parameter.grad for parameter in linear.parameters()]
-    weight, bias = share(*linear.parameters(), group=dist.group.WORLD)
-    loss = torch.nn.functional.linear(x, weight, bias).square().sum()
-    torch.testing.assert_close(list(torch.autograd.grad(loss, linear.parameters())), want)
 
 
 # Torch's compiler is imported on every rank, for seconds.
