@@ -15,7 +15,6 @@ from fusedops._frame import bridge, registry, torch_private  # noqa: E402
 from fusedops._frame.bridge.graphs import _take_apart  # noqa: E402
 from fusedops.planarity.op import nll  # noqa: E402
 from fusedops.samples import protein  # noqa: E402
-from fusedops.testing import error  # noqa: E402
 
 
 def example():
@@ -218,16 +217,6 @@ def test_the_gpu_fallback_warns_once(square, monkeypatch):
     with pytest.warns(RuntimeWarning, match="plain torch serves this CUDA tensor.*absent"):
         assert registry.choose(request)[0].name == "torch"
     assert registry.choose(request)[0].name == "torch"
-
-
-def test_eigenvectors_of_plain_torch():
-    from fusedops.planarity.eigenvector import smallest_eigenvector
-
-    points = np.random.default_rng(2).normal(size=(200, 5, 3)) * [1, 0.3, 0.05]
-    C = np.einsum("pai,paj->pij", points, points)
-    want = np.linalg.eigh(C)[1][:, :, 0]
-    found = smallest_eigenvector(torch.from_numpy(C)).numpy()
-    assert error(np.abs(np.einsum("pi,pi->p", want, found)), np.ones(200)) < 1e-13
 
 
 def test_public_names_replace_private_ones():
