@@ -71,36 +71,6 @@ def test_packed_sequences(program, room, slot_dtype):
     assert torch.equal(states, before)
 
 
-@pytest.mark.parametrize("program", [vllm, sglang])
-def test_prefill_in_two_calls_and_decoding_continue_one_prefill(program):
-    x, weight, bias, slots = random(D, 18), random(D, W), random(D), torch.tensor([2, 1])
-    rest = {"cache_indices": slots, "activation": "silu"}
-
-    def prefill(some, lengths, states, goes_on):
-        starts = torch.tensor([0, *lengths]).cumsum(0)
-        rest["has_initial_state"] = torch.tensor([goes_on, goes_on])
-        return program.causal_conv1d_fn(
-            some, weight, bias, conv_states=states, query_start_loc=starts, **rest
-        )
-
-    once, states = torch.zeros(3, D, W - 1, dtype=x.dtype), torch.ones(3, D, W - 1, dtype=x.dtype)
-    want = prefill(x, (9, 9), once, False).unflatten(1, (2, 9))
-    two = x.unflatten(1, (2, 9))
-    outs = [
-        prefill(two[..., a:b].flatten(1), (b - a, b - a), states, a > 0).unflatten(1, (2, -1))
-        for a, b in ((0, 2), (2, 6))
-    ]
-    for t in (6, 7, 8):
-        token = two[..., t].mT.contiguous().requires_grad_()
-        out = program.causal_conv1d_update(
-            token, states, weight, bias, "silu", conv_state_indices=slots
-        )
-        assert not out.requires_grad or out is token
-        outs.append(out.detach().mT[..., None])
-    torch.testing.assert_close(torch.cat(outs, -1), want)
-    torch.testing.assert_close(states[1:], once[1:])
-
-
 @pytest.mark.parametrize("layout", ["packed", "dense", "sglang"])
 def test_speculative_decoding(layout):
     """Whatever number of drafts is accepted, the next call goes on after the last of them."""
