@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -16,33 +13,14 @@ from fusedops._frame import registry
 from fusedops.cli import check
 from fusedops.wigner import wigner_d
 from places import needs_torch
+from processes import ended, without
 
 OPS = [wigner_d.__name__]
 OPS += [name for name in fusedops.__all__ if hasattr(getattr(fusedops, name), "explain")]
 
-WITHOUT = """
-import importlib.util, sys
-hidden = {hidden!r}
-
-class Finder:
-    def find_spec(self, name, *rest):
-        if name.partition(".")[0] in hidden:
-            raise ModuleNotFoundError(name)
-
-sys.meta_path.insert(0, Finder())
-genuine = importlib.util.find_spec
-importlib.util.find_spec = lambda n, *a: None if n.partition(".")[0] in hidden else genuine(n, *a)
-from fusedops import cli
-sys.exit(cli.main({command!r}))
-"""
-
 
 def run_without(hidden, command):
-    code = WITHOUT.format(hidden=hidden, command=command)
-    # Readline sets COLUMNS in the process's own environment, behind Python's back.
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ)
-    )
+    return ended(f"{without(*hidden)}from fusedops import cli\nsys.exit(cli.main({command!r}))")
 
 
 def test_every_op_is_checked_on_numpy(capsys):

@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 _cpu = pytest.importorskip("cpukern._cpu")
 
 from fusedops._host import threads  # noqa: E402
-from test_frame import python  # noqa: E402
+from processes import python  # noqa: E402
 
 CALL = """
 import os, sys, time

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +10,7 @@ import pytest
 
 import fusedops.compat
 from fusedops import _swaps
+from processes import python
 
 
 @pytest.fixture
@@ -90,5 +89,4 @@ def test_info_without_any_program(monkeypatch):
 
 def test_the_list_imports_no_program():
     code = "import sys, fusedops.compat as c; assert c.swaps() == []; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    assert python(code) == "False\n"

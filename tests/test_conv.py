@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import subprocess
-import sys
-import textwrap
 import weakref
 from typing import Any, NamedTuple
 
@@ -21,6 +18,7 @@ from contract import requests, same
 from fusedops._catalogue import Problem as Call
 from fusedops.testing import TOLERANCE, error
 from places import EXACT, HAS_TORCH, SERVE_TENSORS, interpreted, needs_torch, needs_triton
+from processes import python
 
 if HAS_TORCH:
     import torch
@@ -646,7 +644,7 @@ def test_the_first_call_of_all_may_be_compiled():
     function = torch.compile(lambda x, k: fusedops.dynamic_conv(x, k), backend="aot_eager")
     assert function(torch.ones(1, 3, 2), torch.ones(2, 1)).sum() == 6
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, capture_output=True)
+    python(code)
 
 
 def test_the_number_of_threads_changes_no_step(exact, several_threads):

@@ -7,7 +7,6 @@ import importlib.util
 import inspect
 import os
 import re
-import subprocess
 import sys
 import textwrap
 import threading
@@ -31,6 +30,7 @@ from fusedops._frame.primitive import Primitive, primitives
 from fusedops._host import limits, threads
 from fusedops.samples import protein
 from places import needs_torch
+from processes import python, without
 
 HEAVY = ("torch", "triton", "numba", "gemmi", "scipy", "matplotlib", "rich")
 
@@ -48,34 +48,6 @@ groups = [([[0, 1, 2, 3]], [0.1])]
 explain = lambda: fusedops.planarity_nll.explain(xyz, groups)
 value, pullback = fusedops.planarity_nll.vjp(xyz, groups)
 assert abs(value + 3.5345862) < 1e-6 and abs(pullback(1.0)[0][0, 2] - 10) < 1e-9
-"""
-
-
-def python(code, **environment):
-    """Run code in a new interpreter; return what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, **environment},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def without(*modules):
-    """Return code that hides modules from find_spec and from import, as if never installed."""
-    return f"""
-import sys
-class Hide:
-    def find_spec(self, name, path=None, target=None):
-        if any(name == m or name.startswith(m + ".") for m in {modules!r}):
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Hide())
-import importlib.util
-genuine = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *a: None if name in {modules!r} else genuine(name, *a)
 """
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from processes import python
 
 ROOT = Path(__file__).parents[1]
 FILES = {
@@ -100,10 +100,10 @@ def test_modules_for_torch_say_that_they_need_it():
         and re.search("^(import|from) torch", file.read_text(encoding="utf-8"), re.MULTILINE)
     ]
     assert {"fusedops.nn", "fusedops.pairs", "fusedops.distributed.graphs"} < set(of_torch)
-    code = """
+    code = f"""
 import importlib, sys
 sys.modules["torch"] = None
-for name in sys.argv[1:]:
+for name in {of_torch!r}:
     try:
         importlib.import_module(name)
     except ImportError as error:
@@ -111,13 +111,13 @@ for name in sys.argv[1:]:
     else:
         raise AssertionError(name)
 """
-    subprocess.run([sys.executable, "-c", code, *of_torch], check=True)
+    python(code)
 
 
 @pytest.mark.parametrize("module", ["fusedops.testing", "fusedops.cli"])
 def test_the_catalogue_needs_no_torch(module):
     code = f"import sys; sys.modules['torch'] = None; import {module}"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    python(code)
 
 
 def test_a_call_of_tensors_leaves_torchs_compiler_alone():
@@ -129,4 +129,4 @@ def test_a_call_of_tensors_leaves_torchs_compiler_alone():
         "fusedops.dynamic_conv(x, torch.ones(1, 4, 4, 2), backend='torch').sum().backward()\n"
         "assert 'torch._dynamo' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    python(code)
