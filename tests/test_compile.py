@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import fusedops  # noqa: E402
-from contract import TRACED, as_framework, tuple_of  # noqa: E402
+from contract import TRACED, as_framework, requests, tuple_of  # noqa: E402
 from fusedops.nn import TriangleMultiplicativeUpdate  # noqa: E402
 from fusedops.wigner import wigner_d  # noqa: E402
 
@@ -197,23 +197,32 @@ def test_boundaries_may_change_in_number_and_place(fullgraph, mode, graphs):
     assert not graphs["graph_break"]
 
 
+@pytest.mark.parametrize("fill", [False, True], ids=["returned", "out"])
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_a_step_of_paged_states_is_one_graph(tokens, graphs):
-    def step(x, state, kernels, slots, positions):
-        options = {"slots": slots, "positions": positions, "activation": "silu"}
+def test_a_step_of_paged_states_is_one_graph(tokens, fill, graphs, monkeypatch):
+    """It asks for its backend when it runs."""
+
+    def step(x, state, kernels, slots, positions, out):
+        options = {"slots": slots, "positions": positions, "activation": "silu", "out": out}
         return 2 * fusedops.dynamic_conv_step(x, state, kernels, **options)
 
     fast = torch.compile(step, backend="aot_eager", dynamic=True, fullgraph=True)
-    for n in (2, 3, 5):
+    # torch.compile would keep equal sizes equal, so these differ from all others.
+    for n, backend in ((7, "torch"), (9, "torch"), (12, "numpy")):
         x, kernels = random(n, tokens, 4).bfloat16(), random(4, 4)
-        state, positions = random(n + 2, 4, 5), integers(9, n)
+        state, positions = random(20, 4, 5), integers(9, n)
         slots = torch.arange(n) + 1
         slots[0] = -1
         one, other = state.clone(), state.clone()
-        got = fast(x, one, kernels, slots, positions)
-        torch.testing.assert_close(got, step(x, other, kernels, slots, positions))
+        outs = [torch.full_like(x, torch.nan) if fill else None for _ in range(2)]
+        with requests(monkeypatch) as asked, fusedops.use_backend(backend):
+            got = fast(x, one, kernels, slots, positions, outs[0])
+        assert [name for _, name in asked] == [backend]
+        torch.testing.assert_close(got, step(x, other, kernels, slots, positions, outs[1]))
         assert torch.equal(one, other)
         assert not torch.equal(one, state)
+        assert not fill or torch.equal(*outs)
+    assert graphs["stats"]["unique_graphs"] == 1
 
 
 def test_a_run_takes_the_living_packed_argument(monkeypatch):

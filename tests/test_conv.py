@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import weakref
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 import contract
 import fusedops
-from contract import requests, same
+from contract import same
 from fusedops._catalogue import Problem as Call
 from fusedops.testing import TOLERANCE, error
 from places import EXACT, HAS_TORCH, SERVE_TENSORS, interpreted, needs_torch, needs_triton
@@ -605,36 +604,6 @@ def test_a_step_has_no_gradient(torch_backend, name):
         out = fusedops.dynamic_conv_step(**arrays, backend=torch_backend)
     assert out.tolist() == [[2.0] * 3] * 2
     assert not out.requires_grad
-
-
-@needs_torch
-@pytest.mark.parametrize("fill", [False, True])
-def test_a_compiled_step_updates_the_state(fill, monkeypatch):
-    """It asks for its backend when it runs."""
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    def function(x, state, kernels, bias, out):
-        options = {"bias": bias, "activation": "silu", "out": out}
-        return 2 * fusedops.dynamic_conv_step(x, state, kernels, **options)
-
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    fast = torch.compile(function, fullgraph=True, backend=counter, dynamic=True)
-    p = problem(T=4)
-    x, kernels, state, bias = (tensor(a) for a in p[:4])
-    other = state.clone()
-    outs = [torch.empty(2, 3, dtype=x.dtype) if fill else None for _ in range(2)]
-    for t in range(4):
-        want = function(x[:, t], other, kernels[:, t], bias, outs[0])
-        forced = contextlib.nullcontext() if t < 3 else fusedops.use_backend("numpy")
-        with requests(monkeypatch) as asked, forced:
-            got = fast(x[:, t], state, kernels[:, t], bias, outs[1])
-        assert [backend for _, backend in asked] == [None if t < 3 else "numpy"]
-        torch.testing.assert_close(got, want)
-        torch.testing.assert_close(state, other)
-    if fill:
-        torch.testing.assert_close(*outs)
-    assert counter.frame_count == 1
 
 
 @needs_torch
