@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import pickle
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
@@ -41,13 +41,6 @@ def test_ops_and_packed_arguments_are_pickled():
     again, others = pickle.loads(pickle.dumps((op, calls)))
     assert again is op
     assert [again(*call) for call in others] == [op(*call) for call in calls]
-
-
-def test_threads_of_a_pool_share_ops():
-    op, calls = frames()
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda call: op(*call), 50 * calls))
-    assert found == 50 * [op(*call) for call in calls]
 
 
 @pytest.mark.parametrize("pool", ["processes", "joblib", "dask"])
