@@ -7,11 +7,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def random(*shape, dtype=torch.float64):
     return torch.randn(*shape, dtype=torch.float64).to(dtype)
 

@@ -20,7 +20,7 @@ import json
 import os
 import re
 import sys
-from types import FunctionType
+from types import FunctionType, ModuleType
 
 import pytest
 
@@ -230,9 +230,13 @@ def no_columns(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def one_thread_for_torch():
-    """Give torch one thread, after a bench too: on small work, several only wait for each other."""
+def torch_begins_anew():
+    """Give torch the same random numbers for every test, and one thread, after a bench too.
+
+    On small work several threads only wait for each other.
+    """
     if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
         sys.modules["torch"].set_num_threads(1)
 
 
@@ -285,6 +289,19 @@ def gpu_memory(request, tmp_path_factory):
         yield
         torch.cuda.empty_cache()
     assert large or torch.cuda.max_memory_allocated() < 8e9, "mark this test `large`"
+
+
+@pytest.fixture
+def program(monkeypatch):
+    """Return a function that makes a module in the place of a program's."""
+
+    def program(name, **contents):
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    return program
 
 
 @pytest.fixture

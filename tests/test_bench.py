@@ -6,7 +6,6 @@ import importlib
 import json
 import re
 import sys
-import types
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -672,7 +671,7 @@ def test_a_peer_of_a_checkout(tmp_path, monkeypatch, name, op, code):
 
 @needs_torch
 @pytest.mark.parametrize("op", [o for o in OPS if "wigner" in o.__name__ or "edge" in o.__name__])
-def test_the_matrices_of_fairchem(monkeypatch, op):
+def test_the_matrices_of_fairchem(program, op):
     """Fairchem takes dense matrices in the order of degrees, and inverses on the way back."""
     import torch
 
@@ -697,12 +696,9 @@ def test_the_matrices_of_fairchem(monkeypatch, op):
         def apply(x, wigner):
             return torch.bmm(wigner[:, :, order], x)
 
-    module = types.ModuleType("fairchem")
-    module.UMASFastGPUBackend = Backend
-    module.UMASFastGPUPermuteWignerInvEdgeToNode = Alone
-    uma = "fairchem.core.models.uma"
-    for name in (f"{uma}.nn.execution_backends", f"{uma}.triton"):
-        monkeypatch.setitem(sys.modules, name, module)
+    contents = {"UMASFastGPUBackend": Backend, "UMASFastGPUPermuteWignerInvEdgeToNode": Alone}
+    for name in ("nn.execution_backends", "triton"):
+        program(f"fairchem.core.models.uma.{name}", **contents)
     peer = next(p for p in PEERS if p.name == "fairchem" and op.__name__ in p.ops)
     if op is wigner_d:
         assert not peer.checked
@@ -1080,7 +1076,7 @@ def test_our_block_is_that_of_the_formulas(blocks):
 
 
 @needs_torch
-def test_the_pair_step_of_cuequivariance(monkeypatch):
+def test_the_pair_step_of_cuequivariance(program):
     """Its two functions, by their documented formulas."""
     from fusedops.compat.cuequivariance import triangle_multiplicative_update
 
@@ -1088,10 +1084,8 @@ def test_the_pair_step_of_cuequivariance(monkeypatch):
         logits = q @ k.mT / q.shape[-1] ** 0.5 + bias
         return logits.masked_fill(~mask, -1e9).softmax(-1) @ v
 
-    package = types.ModuleType("cuequivariance_torch")
-    package.triangle_multiplicative_update = triangle_multiplicative_update
-    package.triangle_attention = triangle_attention
-    monkeypatch.setitem(sys.modules, "cuequivariance_torch", package)
+    functions = triangle_multiplicative_update, triangle_attention
+    program("cuequivariance_torch", **{function.__name__: function for function in functions})
     for step in (steps.pair("cuda"), steps.pair_float32("cuda")):
         problem = steps._pairs(10, dtype=step.dtype)
         truth = step.reference(problem)

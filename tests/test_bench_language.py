@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import types
 from dataclasses import replace
 
 import pytest
@@ -92,21 +91,15 @@ def test_a_peer_that_gives_no_number_is_shown(tmp_path, monkeypatch, capsys):
     assert "not finite" in capsys.readouterr().out
 
 
-def fake(monkeypatch, name, **contents):
-    module = types.ModuleType(name)
-    module.__dict__.update(contents)
-    monkeypatch.setitem(sys.modules, name, module)
-
-
 @pytest.fixture
-def packages(monkeypatch):
+def packages(program):
     """Let our functions pass for those of causal-conv1d and fla."""
     names = ("causal_conv1d_fn", "causal_conv1d_update")
-    fake(monkeypatch, "causal_conv1d", **{name: getattr(causal_conv1d, name) for name in names})
-    fake(monkeypatch, "fla")
-    fake(monkeypatch, "fla.modules")
+    program("causal_conv1d", **{name: getattr(causal_conv1d, name) for name in names})
+    program("fla")
+    program("fla.modules")
     names = ("causal_conv1d", "causal_conv1d_update")
-    fake(monkeypatch, "fla.modules.convolution", **{name: getattr(fla, name) for name in names})
+    program("fla.modules.convolution", **{name: getattr(fla, name) for name in names})
 
 
 def peer_of(name, op):

@@ -15,7 +15,6 @@ import logging
 import pickle
 import sys
 import threading
-import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -116,20 +115,13 @@ THEIRS = {
 
 
 @pytest.fixture
-def fairchem(monkeypatch):
+def fairchem(program):
     """The stand-in, with no backend of ours."""
-    module = types.ModuleType(uma.MODULE)
-    module.ExecutionMode = Mode
-    for backend in set(THEIRS.values()):
-        setattr(module, backend.__name__, backend)
-    module._EXECUTION_BACKENDS = dict(THEIRS)
-    parts = uma.MODULE.split(".")
-    for end in range(1, len(parts)):
-        package = types.ModuleType(".".join(parts[:end]))
-        package.__path__ = []
-        monkeypatch.setitem(sys.modules, package.__name__, package)
-    monkeypatch.setitem(sys.modules, uma.MODULE, module)
-    yield module
+    *packages, _ = itertools.accumulate(uma.MODULE.split("."), "{}.{}".format)
+    for name in packages:
+        program(name, __path__=[])
+    backends = {backend.__name__: backend for backend in THEIRS.values()}
+    yield program(uma.MODULE, ExecutionMode=Mode, _EXECUTION_BACKENDS=dict(THEIRS), **backends)
     uma.unregister()
 
 
@@ -387,7 +379,7 @@ def test_register_logs_the_modes_that_it_serves(monkeypatch, fairchem, caplog, t
     assert issubclass(fairchem._EXECUTION_BACKENDS[Mode.UMAS_FAST_GPU], uma.EdgeOps) != turbo
 
 
-def test_nitro_bypasses_us_with_a_warning(monkeypatch, fairchem, caplog):
+def test_nitro_bypasses_us_with_a_warning(program, fairchem, caplog):
     class MLIPPredictUnit:
         def _load_nitro_model(self, checkpoint):
             if checkpoint != "uma-s-1p2p1":
@@ -395,11 +387,9 @@ def test_nitro_bypasses_us_with_a_warning(monkeypatch, fairchem, caplog):
             return checkpoint
 
     theirs = MLIPPredictUnit._load_nitro_model
-    module = types.ModuleType(uma.PREDICTOR)
-    module.MLIPPredictUnit = MLIPPredictUnit
-    monkeypatch.setitem(sys.modules, uma.PREDICTOR, module)
+    program(uma.PREDICTOR, MLIPPredictUnit=MLIPPredictUnit)
     for name in ("fairchem.core.units", "fairchem.core.units.mlip_unit"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        program(name)
     uma.register()
     uma.register()
     with pytest.raises(RuntimeError, match="not supported"):

@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import pickle
 import sys
-import types
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import fusedops  # noqa: E402
-from causal import random, reference, seeded  # noqa: E402, F401
+from causal import random, reference  # noqa: E402
 from fusedops.compat import causal_conv1d, fla, swaps  # noqa: E402
 
 
@@ -239,16 +238,9 @@ def test_bad_arguments_below_autograd(changes, message):
         causal_conv1d.causal_conv1d_bwd_function(**given)
 
 
-def program(monkeypatch, name, **contents):
-    made = types.ModuleType(name)
-    made.__dict__.update(contents)
-    monkeypatch.setitem(sys.modules, name, made)
-    return made
-
-
-def test_register_without_the_package(monkeypatch):
+def test_register_without_the_package(monkeypatch, program):
     monkeypatch.delitem(sys.modules, "causal_conv1d", raising=False)
-    early = program(monkeypatch, "early", causal_conv1d_fn=None, causal_conv1d_update=1)
+    early = program("early", causal_conv1d_fn=None, causal_conv1d_update=1)
     causal_conv1d.register()
     causal_conv1d.register()
     try:
@@ -278,11 +270,11 @@ def test_register_without_the_package(monkeypatch):
     assert not any(name.startswith("causal_conv1d") for name in sys.modules)
 
 
-def test_register_gives_the_package_back(monkeypatch):
+def test_register_gives_the_package_back(monkeypatch, program):
     functions = {"causal_conv1d_fn": lambda: "theirs"}
-    theirs = program(monkeypatch, "causal_conv1d", **functions)
-    below = program(monkeypatch, "causal_conv1d.interface", **functions)
-    user = program(monkeypatch, "user", **functions)
+    theirs = program("causal_conv1d", **functions)
+    below = program("causal_conv1d.interface", **functions)
+    user = program("user", **functions)
     causal_conv1d.register()
     try:
         assert user.causal_conv1d_fn.__wrapped__ is causal_conv1d.causal_conv1d_fn

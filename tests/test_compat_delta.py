@@ -6,7 +6,6 @@ import importlib
 import inspect
 import pickle
 import sys
-import types
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import fusedops  # noqa: E402
-from causal import random, seeded  # noqa: E402, F401
+from causal import random  # noqa: E402
 from fusedops.compat import fla, swaps  # noqa: E402
 
 RULES = fla.chunk_gated_delta_rule, fla.fused_recurrent_gated_delta_rule
@@ -210,24 +209,17 @@ def test_arguments_of_a_fork_are_ignored(rule):
     torch.testing.assert_close(rule(**given)[0], want, **TOLERANCE)
 
 
-def program(monkeypatch, name, **contents):
-    made = types.ModuleType(name)
-    made.__dict__.update(contents)
-    monkeypatch.setitem(sys.modules, name, made)
-    return made
-
-
 NAMES = [rule.__name__ for rule in RULES]
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_register_without_the_package(monkeypatch, broken):
+def test_register_without_the_package(monkeypatch, program, broken):
     """Nor with one that can't be imported, of which a part may have been."""
     monkeypatch.delitem(sys.modules, "fla.ops", raising=False)
     monkeypatch.delitem(sys.modules, "fla.ops.gated_delta_rule", raising=False)
     if broken:
-        theirs = program(monkeypatch, "fla", __path__=[])
-    early = program(monkeypatch, "early", chunk_gated_delta_rule=None)
+        theirs = program("fla", __path__=[])
+    early = program("early", chunk_gated_delta_rule=None)
     fla.register()
     fla.register()
     try:
@@ -254,15 +246,15 @@ def test_register_without_the_package(monkeypatch, broken):
     assert not broken or sys.modules["fla"] is theirs
 
 
-def test_register_leaves_all_else_in_the_package(monkeypatch):
+def test_register_leaves_all_else_in_the_package(monkeypatch, program):
     functions = {name: (lambda name=name: name) for name in NAMES}
     more = {"chunk_gla": lambda: "gla"}
-    package = program(monkeypatch, "fla", __path__=[])
+    package = program("fla", __path__=[])
     places = [
-        program(monkeypatch, name, __path__=[], **functions, **more)
+        program(name, __path__=[], **functions, **more)
         for name in ("fla.ops", "fla.ops.gated_delta_rule", "fla.layers.gated_deltanet", "user")
     ]
-    other = program(monkeypatch, "other", chunk_gated_delta_rule=lambda: "another")
+    other = program("other", chunk_gated_delta_rule=lambda: "another")
     fla.register()
     try:
         assert sys.modules["fla"] is package

@@ -179,15 +179,12 @@ def test_the_default_dtype_is_float32():
     torch.testing.assert_close(found.double(), summed(*atoms(3)), atol=2e-5, rtol=2e-5)
 
 
-def test_the_settings_of_torchref(monkeypatch):
+def test_the_settings_of_torchref(monkeypatch, program):
     """Its standard deviations, its dtype, and its wish for plain torch."""
     asked = []
-    config = types.SimpleNamespace(
-        get_sigma_cutoff_ed=lambda: 2.0, get_float_dtype=lambda: torch.float64
-    )
-    backends = types.SimpleNamespace(force_portable=lambda: True)
-    monkeypatch.setitem(sys.modules, "torchref.config", config)
-    monkeypatch.setitem(sys.modules, "torchref.utils.backends", backends)
+    settings = {"get_sigma_cutoff_ed": lambda: 2.0, "get_float_dtype": lambda: torch.float64}
+    program("torchref.config", **settings)
+    program("torchref.utils.backends", force_portable=lambda: True)
     density = compat.gaussian_density
 
     def watched(*args, backend, **options):
@@ -220,18 +217,15 @@ def test_the_scatter_adds_to_the_map():
 
 
 @pytest.fixture
-def stand_in(monkeypatch):
+def stand_in(program):
     """A TorchRef of the version that its functions' arguments tell."""
 
     def make(**functions):
+        spec = types.SimpleNamespace()
         for name in ("torchref", "torchref.base", "torchref.base.targets", compat.DENSITY):
-            module = types.ModuleType(name)
-            module.__path__, module.__spec__ = [], types.SimpleNamespace()
-            monkeypatch.setitem(sys.modules, name, module)
+            program(name, __path__=[], __spec__=spec)
         for name in ("torchref.base.targets.planarity", f"{compat.DENSITY}.main"):
-            module = types.ModuleType(name)
-            module.__spec__ = types.SimpleNamespace()
-            monkeypatch.setitem(sys.modules, name, module)
+            program(name, __spec__=spec)
         for name, function in functions.items():
             for module in compat.FUNCTIONS[name]:
                 setattr(sys.modules[module], name, function)

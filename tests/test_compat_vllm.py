@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from causal import random, reference, seeded  # noqa: E402, F401
+from causal import random, reference  # noqa: E402
 from fusedops.compat import sglang, vllm  # noqa: E402
 
 D, W = 8, 4

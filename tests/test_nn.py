@@ -26,11 +26,6 @@ F = torch.nn.functional
 TOLERANCE = {"rtol": 0, "atol": 1e-12}
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def identity(x):
     return x
 

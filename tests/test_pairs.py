@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import pickle
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,11 +24,6 @@ C, D, H, N = 6, 4, 3, 5
 
 #: For sums of a few dozen products of numbers near one, in float64, in different orders.
 TOLERANCE = {"rtol": 0, "atol": 1e-12}
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 def pair(*leading, channels=C):
@@ -241,7 +235,7 @@ def test_modules_of_boltz_take_what_boltz_passes():
     assert boltz.Transition(C).fc3.weight.shape == (C, 512)
 
 
-def test_cuequivariance_gets_its_shapes(monkeypatch):
+def test_cuequivariance_gets_its_shapes(program):
     """Its function, by the formula of its documentation."""
 
     def triangle_attention(q, k, v, bias, mask=None, scale=None):
@@ -255,10 +249,8 @@ def test_cuequivariance_gets_its_shapes(monkeypatch):
             logits = torch.where(mask, logits, -1e9)
         return logits.softmax(-1) @ v
 
-    package = ModuleType("cuequivariance_torch")
-    package.triangle_attention = triangle_attention
-    package.__spec__ = object()
-    monkeypatch.setitem(sys.modules, "cuequivariance_torch", package)
+    contents = {"triangle_attention": triangle_attention, "__spec__": object()}
+    program("cuequivariance_torch", **contents)
     for starting in (True, False):
         theirs = randomized(TriangleAttention(C, D, H, starting, attention="cuequivariance"))
         ours = TriangleAttention(C, D, H, starting).double()
