@@ -234,17 +234,6 @@ class TestStructureFactors:
         (dmap,) = pullback(dF)
         np.testing.assert_allclose(dmap, expected, atol=1e-11 * abs(expected).max())
 
-    @pytest.mark.parametrize("group", ["P 21 21 21", "C 2 2 21", "I 41/a c d", "R 3 2:H"])
-    def test_it_is_the_symmetrized_map(self, gemmi, group):
-        operations = gemmi.SpaceGroup(group).operations()
-        map, hkl = random((12, 12, 12)), all_indices((6, 6, 6))
-        found, pullback = structure_factors.vjp(map, hkl, OBLIQUE, operations=operations)
-        unit, to_map = symmetrize.vjp(map, operations)
-        expected, to_unit = structure_factors.vjp(unit, hkl, OBLIQUE)
-        np.testing.assert_allclose(found, expected, atol=1e-11 * abs(expected).max())
-        (dmap,) = to_map(*to_unit(found))
-        np.testing.assert_allclose(pullback(found)[0], dmap, atol=1e-11 * abs(dmap).max())
-
     @pytest.mark.parametrize("dtype", ["float32", "float64"])
     def test_reflections_laid_out_before(self, dtype):
         shape, hkl = (6, 8, 10), all_indices((4, 4, 4))
@@ -333,65 +322,8 @@ class TestStructureFactors:
             pullback(np.zeros((4, 4, 4), complex))
 
 
-FACTORS = np.array([[2.3, 1.0, 0.9]]), np.array([[9.0, 4.0, 1.0]])  # electrons, Å²
 GROUP = [IDENTITY, THREEFOLD, [[-1, 1, 0, 0], [-1, 0, 0, 0], [0, 0, 1, 2 / 3]]]
 HEXAGONAL = np.array([[9.0, -4.5, 0], [0, 4.5 * 3**0.5, 0], [0, 0, 10.5]])  # Å
-GRID = (12, 12, 15)
-BLUR = 2.0
-
-
-def refinement(atoms, anisotropic):
-    """Return xyz, b and occupancy of some atoms, and what stays fixed of a target of them."""
-    rng = np.random.default_rng(4)
-    b = rng.uniform(4, 9, atoms)
-    if anisotropic:
-        shape = rng.uniform(-0.02, 0.02, (atoms, 6))
-        b = shape + b[:, None] / (8 * np.pi**2) * [1, 1, 1, 0, 0, 0]
-    hkl = all_indices((9, 9, 11))[::5]
-    # Without the screw axis' absences: 00l, and on 12 points 44l, which it turns into 4-8l.
-    h, k, _ = hkl.T
-    hkl = hkl[(h != k) | (h % 4 != 0)]
-    amplitudes = rng.uniform(0, 4, len(hkl))
-    return (rng.uniform(0, 9, (atoms, 3)), b, rng.uniform(0.5, 1, atoms)), hkl, amplitudes
-
-
-def with_factors(parts):
-    return (*parts, *(np.repeat(factor, len(parts[0]), 0) for factor in FACTORS))
-
-
-def value_and_gradients(parts, hkl, amplitudes):
-    """Return Σ (|F| - A)² and its gradients, by the pullbacks of NumPy."""
-    # So far out that no voxel's change of sides shows in differences.
-    atoms = with_factors(parts)
-    map, to_atoms = fusedops.gaussian_density.vjp(*atoms, HEXAGONAL, GRID, radius=5.0)
-    map, to_unit = symmetrize.vjp(map, GROUP)
-    F, to_map = structure_factors.vjp(map, hkl, HEXAGONAL, blur=BLUR)
-    off = abs(F) - amplitudes
-    (dmap,) = to_map(2 * off * F / abs(F))
-    return (off**2).sum(), to_atoms(*to_unit(dmap))
-
-
-@pytest.mark.parametrize("anisotropic", [False, True], ids=["B", "U"])
-def test_gradients_of_the_whole_chain(torch, anisotropic):
-    """NumPy's pullbacks, torch's autograd and differences agree, of the second order too."""
-    parts, hkl, amplitudes = refinement(3, anisotropic)
-    value, gradients = value_and_gradients(parts, hkl, amplitudes)
-
-    def target(*parts):
-        atoms = (torch.as_tensor(array) for array in with_factors(parts))
-        map = fusedops.gaussian_density(*atoms, HEXAGONAL, GRID, radius=5.0)
-        F = structure_factors(symmetrize(map, GROUP), hkl, HEXAGONAL, blur=BLUR)
-        return (F.abs() - torch.tensor(amplitudes)).square().sum()
-
-    tensors = [torch.tensor(part, requires_grad=True) for part in parts]
-    found = target(*tensors)
-    assert found.item() == pytest.approx(value, rel=1e-12)
-    for dx, expected in zip(torch.autograd.grad(found, tensors), gradients, strict=True):
-        np.testing.assert_allclose(dx, expected, rtol=1e-9, atol=1e-9 * abs(expected).max())
-    for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
-        assert check(target, tensors, eps=1e-6, rtol=1e-5, atol=1e-4, fast_mode=True)
-
-
 CALLS = {
     "symmetrize": lambda x: symmetrize(x, GROUP),
     "symmetrize, no group": lambda x: symmetrize(x, [THREEFOLD]),
