@@ -84,28 +84,6 @@ class TestSymmetrize:
         assert sorted(products) == list(range(len(R)))
         assert sum(len(one) - 1 for one in sets) <= 8
 
-    @pytest.mark.parametrize(
-        "operations",
-        [[THREEFOLD], [THREEFOLD, IDENTITY], [SCREW, SCREW, IDENTITY], [IDENTITY, IDENTITY]],
-        ids=["turn", "turn and stay", "screw twice", "stay twice"],
-    )
-    def test_operations_that_are_no_group_copy_every_voxel(self, operations):
-        n = 6
-        map, cotangent = whole((n, n, n)), whole((n, n, n), 1)
-        expected = np.zeros_like(map)
-        for at in np.ndindex(map.shape):
-            for matrix in operations:
-                x = matrix[:, :3] @ at + n * matrix[:, 3]
-                expected[tuple(np.rint(x).astype(int) % n)] += map[at]
-        found, pullback = symmetrize.vjp(map, operations)
-        np.testing.assert_array_equal(found, expected)
-        (dmap,) = pullback(cotangent)
-        assert (dmap * map).sum() == (cotangent * found).sum()
-        for k in range(0, n**3, 7):
-            unit = np.zeros_like(map)
-            unit.flat[k] = 1
-            assert dmap.flat[k] == (symmetrize(unit, operations) * cotangent).sum()
-
     @pytest.mark.parametrize("dtype", [np.float32, np.float64])
     @pytest.mark.parametrize("threads", [1, 3])
     def test_many_planes_and_any_layout(self, monkeypatch, dtype, threads):
@@ -205,34 +183,6 @@ class TestStructureFactors:
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * abs(expected).max())
         assert pullback(found)[0].dtype == np.float32
         np.testing.assert_allclose(pullback(found)[0], dmap, rtol=0, atol=1e-5 * abs(dmap).max())
-
-    @pytest.mark.parametrize(
-        ("operations", "shape"),
-        [
-            ([IDENTITY, SCREW], (4, 6, 5)),
-            ([IDENTITY, SCREW], (4, 5, 7)),  # which symmetrize refuses
-            ([THREEFOLD], (7, 8, 6)),
-            ([IDENTITY, THREEFOLD, THREEFOLD], (9, 9, 5)),
-        ],
-        ids=["screw", "screw off the grid", "threefold, alone", "threefold, twice"],
-    )
-    def test_the_sum_over_operations(self, operations, shape):
-        """Every voxel is an atom, at its place by every operation."""
-        hkl, map = all_indices((4, 4, 3)), random(shape)
-        x = np.stack(np.meshgrid(*[np.arange(n) / n for n in shape], indexing="ij"), -1)
-        factor = abs(np.linalg.det(OBLIQUE)) / map.size
-        each = sum(
-            np.exp(2j * np.pi * np.einsum("mi,xyzi->mxyz", hkl, x @ op[:, :3].T + op[:, 3]))
-            for op in np.array(operations)
-        )
-        found, pullback = structure_factors.vjp(map, hkl, OBLIQUE, operations=operations)
-        np.testing.assert_allclose(
-            found, factor * (each * map).sum((1, 2, 3)), atol=1e-11 * abs(found).max()
-        )
-        dF = random((len(hkl), 2)) @ [1, 1j]
-        expected = factor * np.einsum("m,mxyz->xyz", dF.conj(), each).real
-        (dmap,) = pullback(dF)
-        np.testing.assert_allclose(dmap, expected, atol=1e-11 * abs(expected).max())
 
     @pytest.mark.parametrize("dtype", ["float32", "float64"])
     def test_reflections_laid_out_before(self, dtype):
