@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 import fusedops
 from fusedops.planarity.op import gradient_vjp, nll
 from fusedops.planarity.plan import SCATTERED
-from fusedops.samples import protein
 from places import interpreted
 
 pytestmark = interpreted
@@ -56,22 +55,6 @@ def test_the_formula_by_hand():
         assert value == pytest.approx(constant, rel=1e-14)
 
 
-@fits
-def test_deviations_are_in_the_order_of_the_list_and_its_planes(fit):
-    rng = np.random.default_rng(8)
-    xyz, indices = protein(20, rng)
-    groups = [(rng.permutation(index), np.full(len(index), 0.02)) for index in reversed(indices)]
-    found = fusedops.plane_deviations(xyz, groups, fit=fit)
-    assert [d.shape for d in found] == [index.shape for index, _ in groups]
-    terms = [0.5 * (d / 0.02) ** 2 + np.log(0.02) + 0.5 * np.log(2 * np.pi) for d in found]
-    value = fusedops.planarity_nll(xyz, groups, fit=fit)
-    assert sum(map(np.sum, terms)) == pytest.approx(value, rel=1e-12)
-    for (index, sigma), rows in zip(groups, found, strict=True):
-        for at, row in zip(index, rows, strict=True):
-            ((alone,),) = fusedops.plane_deviations(xyz, [(at[None], sigma[:1])], fit=fit)
-            np.testing.assert_allclose(abs(row), abs(alone), atol=1e-12)
-
-
 @everywhere
 @fits
 def test_the_distance_to_the_origin_costs_no_digits(backend, fit):
@@ -83,23 +66,6 @@ def test_the_distance_to_the_origin_costs_no_digits(backend, fit):
     pairs = zip(*(results(backend, (x, xyz), planes, fit) for x in (xyz, far)), strict=True)
     for here, there in pairs:
         np.testing.assert_array_equal(there, here)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_only_the_plane_with_a_bad_coordinate_is_lost(backend):
-    xyz, indices = protein(12, np.random.default_rng(4))
-    groups = of_planes(indices)
-    spoilt = xyz.copy()
-    atom = indices[0][3][2]
-    spoilt[atom] = [np.nan, 0, np.inf]
-    kept = [
-        (index[~(index == atom).any(1)], sigma[~(index == atom).any(1)]) for index, sigma in groups
-    ]
-    value, pullback = fusedops.planarity_nll.vjp(spoilt, groups, backend=backend)
-    want, want_pullback = fusedops.planarity_nll.vjp(xyz, kept, backend=backend)
-    lost = 5 * (np.log(0.02) + 0.5 * np.log(2 * np.pi))
-    assert value == pytest.approx(want + lost, rel=1e-12)
-    np.testing.assert_allclose(pullback(1.0)[0], want_pullback(1.0)[0], rtol=1e-12)
 
 
 SHAPES = {
