@@ -584,20 +584,11 @@ def test_peers_compute_the_same(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     seen = set()
-    for workload in SMALL:
-        for peer in PEERS:
-            if (
-                workload.op.__name__ not in peer.ops
-                or peer.package
-                or peer.file
-                or not peer.computes
-            ):
-                continue
-            small = replace(workload, size=min(workload.small, 40), device="cpu")
-            try:
-                found = errors(small, peer.prepare, "torch", "float32")
-            except Unsuited:
-                continue
+    for peer in PEERS:
+        if peer.package or peer.file or not peer.computes:
+            continue
+        workloads = [w for w in SMALL if w.op.__name__ in peer.ops]
+        for workload, found in benches.judged(peer, workloads, 40):
             seen.add((peer.name, workload.op.__name__))
             # The peer by eigh loses half of float32's digits.
             factor = {"float16": 300, "bfloat16": 2400}.get(workload.rounds_to, 1)
@@ -656,17 +647,11 @@ def test_a_peer_of_a_checkout(tmp_path, monkeypatch, name, op, code):
     path.write_text(code)
     assert peer.why_not() is None
     kinds = [w for w in SMALL if w.op.__name__ == op and w.device == "cuda"]
-    done = 0
-    for workload in kinds:
-        small = replace(workload, size=min(workload.small, 8), device="cpu")
-        try:
-            found = errors(small, peer.prepare, "torch", "float32")
-        except Unsuited:
-            continue
-        done += 1
+    done = [found for _, found in benches.judged(peer, kinds, 8)]
+    assert done
+    for found in done:
         assert max(found.values()) < 1e-5
         assert ("gradient" in found) == (op == "dynamic_conv")
-    assert done
 
 
 @needs_torch

@@ -15,7 +15,7 @@ from bench import language, measure, report, steps, tables  # noqa: E402
 from bench.contests import OfStep, errors_of_step  # noqa: E402
 from bench.peers import EMPTY, PEERS, Unsuited  # noqa: E402
 from bench.timing import graphed  # noqa: E402
-from bench.workloads import WORKLOADS, errors  # noqa: E402
+from bench.workloads import WORKLOADS  # noqa: E402
 from fusedops import cli  # noqa: E402
 from fusedops._catalogue import BOTH, FORWARD  # noqa: E402
 from fusedops.compat import causal_conv1d, fla  # noqa: E402
@@ -169,19 +169,10 @@ def test_a_serving_step_has_its_tables(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("packages")
 @pytest.mark.parametrize("name", ["causal-conv1d", "fla"])
 def test_a_peer_of_static_kernels(name):
-    peer, done = peer_of(name, "dynamic_conv"), 0
-    for workload in WORKLOADS:
-        if workload.op is not fusedops.dynamic_conv or workload.tiny:
-            continue
-        small = replace(workload, size=5, device="cpu", make=workload.make)
-        try:
-            found = errors(small, peer.prepare, "torch", "float32")
-        except Unsuited:
-            continue
-        assert workload.name == "static, SiLU"
-        assert max(found.values()) < 1e-5
-        done += 1
-    assert done == 3
+    workloads = [w for w in WORKLOADS if w.op is fusedops.dynamic_conv and not w.tiny]
+    done = list(benches.judged(peer_of(name, "dynamic_conv"), workloads, 5))
+    assert [workload.name for workload, _ in done] == ["static, SiLU"] * 3
+    assert max(max(found.values()) for _, found in done) < 1e-5
 
 
 @pytest.mark.usefixtures("quick_bench")
