@@ -1073,7 +1073,8 @@ TRIANGLE_SIZES = [
         ),
         (
             attention_of_size,
-            [(16, 0, 2)],
+            # Token by token, and in chunks.
+            [(16, 0, 2), (40, 0, 2)],
             [(tokens, skip, 3) for tokens in (1, 64, 65, 1000) for skip in (0, 1, 4)],
         ),
         (

@@ -529,7 +529,7 @@ def _scale(dnlls, WANTED: tl.constexpr):
     if WANTED:
         scale = tl.load(dnlls).to(tl.float64)
     else:
-        scale = 0.0
+        scale = tl.full((), 0.0, tl.float64)
     return scale
 
 
