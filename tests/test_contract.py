@@ -38,6 +38,7 @@ from contract import (
     unaligned,
 )
 from fusedops._catalogue import typical
+from fusedops._frame.packed import Packed
 from fusedops.testing import CASES, TOLERANCE
 from places import (
     EXACT,
@@ -59,14 +60,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*torch.jit:DeprecationWarning",
 )
 
-PACKED = (
-    fusedops.Edges,
-    fusedops.Lattice,
-    fusedops.Planes,
-    fusedops.Restraints,
-    fusedops.ScatterPlan,
-    fusedops.Sequences,
-)
 ARRAYS = [("numpy", name) for name in SERVE_ARRAYS]
 TENSORS = [("torch", name) for name in SERVE_TENSORS] if HAS_TORCH else []
 COMPILED_TENSORS = [place for place in TENSORS if place[1] != "triton"]
@@ -725,7 +718,7 @@ def test_tensors_without_memory(example):
         fake = tuple_of(apart(*(torch.ones(a.shape) for a in arrays)))
     assert [(f.shape, f.dtype) for f in fake] == [(w.shape, w.dtype) for w in want]
     # Ops read packed arguments, which so need memory.
-    if not any(isinstance(value, PACKED) for value in p.arguments.values()):
+    if not any(isinstance(value, Packed) for value in p.arguments.values()):
         there = {
             name: a.to("meta") if hasattr(a, "to") else a
             for name, a in as_framework("torch", p).items()
@@ -754,7 +747,7 @@ def test_compile_without_breaks_or_recompiling(example, monkeypatch):
     problems = [example.of(size) for size in example.others]
     op, names = example.op, problems[0].leaves
     first, *others = (p.arguments for p in problems)
-    same = {n for n, a in first.items() if not isinstance(a, (np.ndarray, *PACKED))}
+    same = {n for n, a in first.items() if not isinstance(a, np.ndarray | Packed)}
     rest = {n: first[n] for n in same if all(first[n] == other[n] for other in others)}
 
     def function(leaves, constants):
@@ -1025,7 +1018,7 @@ def test_tensors_and_arrays_do_not_mix_nor_do_devices(example):
         ):
             p.op(**{**tensors, name: tensors[name].to("meta")})
     for name, value in arrays.items():
-        if isinstance(value, PACKED):
+        if isinstance(value, Packed):
             with pytest.raises(ValueError, match=f"{name} is on meta; it should be on cpu"):
                 p.op(**{**tensors, name: value.to("meta")})
             if first != name:
@@ -1066,7 +1059,7 @@ every_packed = pytest.mark.parametrize(
         pytest.param(example, name, id=f"{type(value).__name__}-{example}")
         for example in EXAMPLES
         for name, value in example.problem().arguments.items()
-        if isinstance(value, PACKED)
+        if isinstance(value, Packed)
     ],
 )
 

@@ -11,6 +11,7 @@ import pytest
 
 import fusedops
 from fusedops._catalogue import families
+from fusedops._frame.packed import Packed
 from places import HAS_TORCH
 
 if HAS_TORCH:
@@ -29,7 +30,7 @@ RIGHT = {
 }
 FRAMEWORKS = ("numpy", "torch") if HAS_TORCH else ("numpy",)
 OPS = [function for function in RIGHT if hasattr(function, "explain")]
-PACKED = ("Edges", "Lattice", "Planes", "Restraints", "ScatterPlan", "Sequences")
+PACKED = [kind.__name__ for kind in Packed.__subclasses__()]
 
 #: Bad values to pass instead, made anew for every call.
 JUNK = {
