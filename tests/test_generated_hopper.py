@@ -16,6 +16,8 @@ from gpukern.trimul import plan  # noqa: E402
 if plan.hopper is None:
     pytest.skip("this Triton's Gluon is another", allow_module_level=True)
 
+from gpukern.generated import hopper  # noqa: E402
+
 COMPILE = """
 import inspect
 import triton
@@ -56,3 +58,14 @@ def test_kernels_compile(tmp_path):
         [sys.executable, "-c", COMPILE], env=settings, capture_output=True, text=True
     )
     assert done.stdout == "compiled\n", done.stderr
+
+
+@pytest.mark.parametrize("D", [64, 1536, 4096, 8448])
+@pytest.mark.parametrize("tokens", [1, 4096, 262_144, 1 << 20, 3 << 24])
+def test_chunks_hold_all_tokens_by_offsets_of_32_bits(D, tokens):
+    for kernel, overlap, width in ((hopper.forward, 0, D), (hopper.inputs, 3, 4 * D)):
+        for processors in (16, 114, 132):
+            chunks, steps = hopper.split(kernel, tokens, D // 32, processors)
+            segments = 4 * hopper.CONSUMERS[kernel]
+            assert chunks * segments * (16 * steps - overlap) >= tokens
+            assert (segments * (16 * steps - overlap) + 16) * width < 2**31

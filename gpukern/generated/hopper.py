@@ -74,22 +74,25 @@ def slots(kernel: Any, H: int) -> int:
     return min(_SLOTS, (rows - chunks * COLUMNS.value) // ROWS.value)
 
 
-@functools.cache
+@functools.lru_cache(256)
 def split(kernel: Any, tokens: int, blocks: int, programs: int) -> tuple[int, int]:
     """Return the chunks of tokens, and the steps of their segments, that end first.
 
     In the backward, segments overlap. A run's weight takes about as long as a step.
     """
     overlap = TAPS.value - 1 if kernel is inputs else 0
+    each = CONSUMERS[kernel] * WARPS.value
 
     def steps(chunks: int) -> int:
-        segments = chunks * CONSUMERS[kernel] * WARPS.value
-        return ceil(ceil(tokens, segments) + overlap, STEP.value)
+        return ceil(ceil(tokens, chunks * each) + overlap, STEP.value)
 
     def time(chunks: int) -> int:
         return ceil(chunks * blocks, programs) * (steps(chunks) + 1)
 
-    chunks = min(range(1, programs + 1), key=time)
+    # Offsets within a chunk, and a step beyond, are numbers of 32 bits.
+    width = blocks * CHANNELS.value * (TAPS.value if kernel is inputs else 1)
+    fewest = ceil(tokens, max(2**31 // width - 2 * STEP.value * each, 1))
+    chunks = min(range(fewest, fewest + programs), key=time)
     return chunks, steps(chunks)
 
 
