@@ -224,3 +224,21 @@ def test_torchref(squeeze, backend):
     got = pullback(np.ones(6))
     np.testing.assert_allclose(got[0], dxyz, rtol=1e-6, atol=1e-6 * abs(dxyz).max())
     np.testing.assert_allclose(got[1], db, rtol=1e-6, atol=1e-9)
+
+
+def test_an_image_that_is_none_and_missing_b_lead_nowhere(backend):
+    """Past the checks of arguments."""
+    xyz, columns = backbone(6, np.random.default_rng(0))
+    columns["contacts"]["operations"] = np.eye(3, 4)[None]
+    columns["contacts"]["images"] = np.zeros(len(columns["contacts"]["indices"]), np.int64)
+    good, wild = Restraints(**columns), Restraints(**columns)
+    dnlls, b = np.ones(6), np.ones(len(xyz))
+    dxyz = nll_vjp(xyz, b, dnlls, good).dxyz
+    np.testing.assert_array_equal(nll_vjp(xyz, None, dnlls, good).dxyz, dxyz)
+    if backend == "numpy":
+        return
+    vars(wild)["image"] = wild.image + np.int32(10**8)
+    del columns["contacts"]
+    want = nll_vjp(xyz, b, dnlls, Restraints(**columns)).dxyz
+    np.testing.assert_allclose(nll_vjp(xyz, b, dnlls, wild).dxyz, want, atol=1e-9)
+    assert not np.allclose(dxyz, want)

@@ -67,6 +67,7 @@ cdef struct Call:
     const double* log_odds
     const int* image
     const double* operations
+    Py_ssize_t images
     const long long* entry_ptr
     const int* entries
     bint rows_xyz
@@ -387,13 +388,14 @@ cdef inline double restraint(
     cdef double[12] x, v
     cdef const double* along = v if call.second else NULL
     cdef bint derive = call.second or rows != NULL
+    cdef bint known = kind != CONTACTS or 0 <= call.image[at] < call.images
     cdef double ideal = call.ideal[call.restraint[kind] + at], push = 0
     cdef double weight = call.weight[call.restraint[kind] + at]
     cdef Py_ssize_t atom
     cdef Term t
     for k in range(size):
         atom = index[k]
-        if atom < 0 or atom >= call.atoms:
+        if not known or atom < 0 or atom >= call.atoms:
             if rows != NULL:
                 for i in range(size * width):
                     rows[i] = 0
@@ -542,6 +544,8 @@ def geometry(
     call.rows_b = call.db != NULL
     call.block[0] = call.restraint[0] = call.entry[0] = 0
     for kind, i in enumerate(restraints.counts):
+        if kind == B_PAIRS and b is None:
+            i = 0
         call.block[kind + 1] = call.block[kind] + (i + BLOCK - 1) // BLOCK
         call.restraint[kind + 1] = call.restraint[kind] + i
         call.entry[kind + 1] = call.entry[kind] + i * atoms_of(kind)
@@ -553,6 +557,7 @@ def geometry(
     call.log_odds = <const double*>elements(restraints.log_odds, 8)
     call.image = <const int*>elements(restraints.image, 4)
     call.operations = <const double*>elements(restraints.operations, 8)
+    call.images = len(restraints.operations)
     call.entry_ptr = <const long long*>elements(restraints.entry_ptr, 8)
     call.entries = <const int*>elements(restraints.entries, 4)
     # Sums need all kinds; gradients by xyz or b alone, their own.

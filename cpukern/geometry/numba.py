@@ -16,7 +16,7 @@ from fusedops._frame.registry import register
 from fusedops._host.memory import empty
 from fusedops._host.threads import in_parallel
 from fusedops.geometry.op import BOND_EPS, CONTACT_EPS, EITHER_HAND, NO_HAND, SHORTEST, STRAIGHT
-from fusedops.geometry.plan import B_PAIRS, KINDS
+from fusedops.geometry.plan import B_PAIRS, CONTACTS, KINDS
 
 _BLOCK = 64
 # Blocks of restraints that are worth handing to another thread.
@@ -248,7 +248,9 @@ def _blocks(
     for block in range(low, high):
         total = 0.0
         for r in range(block * _BLOCK, min((block + 1) * _BLOCK, len(index))):
-            if not _gathered(xyz, index[r], x) or (second and not _gathered(ddxyz, index[r], v)):
+            known = kind != CONTACTS or 0 <= image[r] < len(operations)
+            known = known and _gathered(xyz, index[r], x)
+            if not known or (second and not _gathered(ddxyz, index[r], v)):
                 if wanted:
                     spill[r] = 0.0
                 continue
@@ -332,7 +334,8 @@ def _run(a: Any, dnlls: Any, sums: Any, dxyz: Any, db: Any, second: bool = False
         here, span = slice(first, first + count), slice(entry, entry + count * of.atoms)
         first, entry = here.stop, span.stop
         wanted = (db if kind == B_PAIRS else dxyz) is not None
-        if not count or (sums is None and not wanted):
+        missing = kind == B_PAIRS and b is None
+        if not count or missing or (sums is None and not wanted):
             continue
         index, weight = r.index[span].reshape(count, of.atoms), r.weight[here]
         scale = 0.0 if dnlls is None else float(dnlls[kind])

@@ -218,8 +218,8 @@ def _evaluated(a: Any, dnlls: Any = None, tangents: Any = None) -> tuple[Any, An
     for kind, terms in enumerate(_TERMS):
         p = _Parameters(a.xyz, a.restraints, kind)
         atoms, rows = (a.b, rows_b) if kind == B_PAIRS else (a.xyz, rows_xyz)
-        if not len(p.index):
-            sums.append(0 * constant[kind])
+        if not len(p.index) or atoms is None:
+            sums.append(constant[kind] if tangents is None else 0 * constant[kind])
             continue
         x = double(atoms[p.index])
         along = None if tangents is None else tangents[kind == B_PAIRS]

@@ -91,12 +91,17 @@ def _store(
 @triton.jit
 def _pairs(
     xyz, ddxyz, row, column, vrow, vcolumn, index, entry, ideal, weight, image, operations, spill,
-    there, atoms, scale, CONTACTS: tl.constexpr, SECOND: tl.constexpr, WANTED: tl.constexpr,
+    there, atoms, images, scale, CONTACTS: tl.constexpr, SECOND: tl.constexpr,
+    WANTED: tl.constexpr,
 ):  # fmt: skip
     """Bonds, or contacts with images of second atoms."""
     i, inside = _atom(index, entry, there, atoms)
     j, other = _atom(index, entry + 1, there, atoms)
     inside = inside & other
+    if CONTACTS:
+        of = tl.load(image, mask=there, other=0)
+        known = (of >= 0) & (of < images)
+        inside = inside & known
     px, py, pz = _row_of(xyz, i, inside, row, column)
     x, y, z = _row_of(xyz, j, inside, row, column)
     ux, uy, uz = tl.zeros_like(x), tl.zeros_like(x), tl.zeros_like(x)
@@ -104,7 +109,7 @@ def _pairs(
         vpx, vpy, vpz = _row_of(ddxyz, i, inside, vrow, vcolumn)
         ux, uy, uz = _row_of(ddxyz, j, inside, vrow, vcolumn)
     if CONTACTS:
-        at = operations + 12 * tl.load(image, mask=there, other=0).to(tl.int64)
+        at = operations + 12 * tl.where(known, of, 0).to(tl.int64)
         xx = tl.load(at)
         xy = tl.load(at + 1)
         xz = tl.load(at + 2)
@@ -536,8 +541,8 @@ def _scale(dnlls, WANTED: tl.constexpr):
 @kernel_of_any_size
 def _terms_kernel(
     xyz, b, dnlls, ddxyz, ddb, index, ideal, weight, phase, period, log_odds, image, operations,
-    spill, partial, atoms, first, n0, n1, n2, n3, n4, n5, row, column, stride, vrow, vcolumn,
-    vstride, dstride,
+    spill, partial, atoms, images, first, n0, n1, n2, n3, n4, n5, row, column, stride, vrow,
+    vcolumn, vstride, dstride,
     SECOND: tl.constexpr, ROWS: tl.constexpr, B_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0) + first
@@ -560,7 +565,7 @@ def _terms_kernel(
         f = _pairs(
             xyz, ddxyz, row, column, vrow, vcolumn, index, 2 * r,
             tl.load(ideal + r, mask=there, other=0.0), tl.load(weight + r, mask=there, other=0.0),
-            image, operations, spill, there, atoms, scale, False, SECOND, ROWS,
+            image, operations, spill, there, atoms, images, scale, False, SECOND, ROWS,
         )  # fmt: skip
         tl.store(partial + program, tl.sum(f))
     elif program < torsions:
@@ -605,7 +610,7 @@ def _terms_kernel(
         f = _pairs(
             xyz, ddxyz, row, column, vrow, vcolumn, index, entry_4 + 2 * r,
             tl.load(ideal + at, mask=there, other=0.0), tl.load(weight + at, mask=there, other=0.0),
-            image + r, operations, spill, there, atoms, scale, True, SECOND, ROWS,
+            image + r, operations, spill, there, atoms, images, scale, True, SECOND, ROWS,
         )  # fmt: skip
         tl.store(partial + program, tl.sum(f))
     else:
@@ -703,7 +708,9 @@ _atoms = Launcher(_atoms_kernel, _ATOM_WARPS)
 def _run(a: Any, sums: Any, dxyz: Any, db: Any, second: bool = False) -> None:
     """Write sums of terms, and the rows that a cotangent of sums adds to atoms."""
     xyz, b, restraints = a.xyz, a.b, a.restraints
-    r, counts, atoms = restraints.tensors_here(), restraints.counts, len(a.xyz)
+    r, counts, atoms = restraints.tensors_here(), list(restraints.counts), len(a.xyz)
+    if b is None:
+        counts[5] = 0
     value, rows, b_rows = sums is not None, dxyz is not None, db is not None
     dnlls = a.dnlls if rows or b_rows else xyz
     ddxyz, ddb, dtype = xyz, xyz if b is None else b, torch.float32
@@ -732,8 +739,8 @@ def _run(a: Any, sums: Any, dxyz: Any, db: Any, second: bool = False) -> None:
         _terms(
             last - first, key,
             xyz, b, dnlls, ddxyz, ddb, r.index, r.ideal, r.weight, r.phase, r.period, r.log_odds,
-            r.image, r.operations, spill, partial, atoms, first, *counts, *strides, second, rows,
-            b_rows, _BLOCK,
+            r.image, r.operations, spill, partial, atoms, len(r.operations), first, *counts,
+            *strides, second, rows, b_rows, _BLOCK,
         )  # fmt: skip
     blocks = 6 * value + (-(-atoms // _ATOMS) if rows or b_rows else 0)
     if blocks:
