@@ -456,7 +456,8 @@ class DynamicShortConvolution(torch.nn.Module):
         state, activation, backend = cache, self.activation, self.backend
         decoding = cache is not None and cu_seqlens is None and tokens[1] == 1
         update = output_final_state or decoding
-        given = self._given(generator_input, decoding, cache is None and cu_seqlens is None)
+        whole = cache is None and cu_seqlens is None and x.itemsize == 2
+        given = self._given(generator_input, decoding, whole)
         if watched((x, *given, cache)):
             # The backward reads the cache as it was before the update, and can't save a tensor
             # that was made in inference mode.
@@ -486,8 +487,8 @@ class DynamicShortConvolution(torch.nn.Module):
 
         The generator's last layer is then part of the convolution. A layer that is more than its
         weight and bias makes kernels itself. A layer whose gradient is wanted does so too, as its
-        kernels would be made three times, but where that is faster: in float32 on a CPU, and in 16
-        bits on Hopper, for `whole` sequences of one length. So do on a CPU a layer in 16 bits,
+        kernels would be made three times, but where that is faster: in float32 on a CPU, and on
+        Hopper for `whole` sequences in 16 bits, of one length. So do on a CPU a layer in 16 bits,
         which torch multiplies faster, or one for kernels that the CPU's cache may hold; and on a
         GPU one for few kernels, which the host launches in less time.
         """
@@ -518,6 +519,7 @@ class DynamicShortConvolution(torch.nn.Module):
             plain = (
                 whole
                 and self.kernel_size == 4
+                and not (self.hidden_size % 32 or self.generator_hidden_size % 8)
                 and last.weight.itemsize == u.itemsize == 2
                 and u.is_cuda
                 and not traced()

@@ -77,10 +77,9 @@ def in_parts(
 ) -> Any:
     """Return a function of tensors, computed for at most `rows` along an axis of each at a time.
 
-    A tensor with None for an axis is whole in every part: as the gradient of a view by rows, its
-    gradient would be as large as the rows' together. The result has rows along the axis of the
-    first. With gradients a part is computed anew in the
-    backward, so that one part at a time has intermediate results.
+    A tensor with None for an axis is whole in every part; expanded along the rows, it would have a
+    gradient for each of them. The result has rows along the axis of the first. With gradients a
+    part is computed anew in the backward, so that one part at a time has intermediate results.
     """
     axis = axes[0]
     assert axis is not None

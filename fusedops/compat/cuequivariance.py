@@ -359,8 +359,10 @@ def triangle_attention(
         given += absent_keys(mask, q.dtype)
         logits_of.append(mask)
 
+    missing = max(_MISSING, -torch.finfo(q.dtype).max / 2)
+
     def attended(q: Any, k: Any, v: Any, bias: Any, absent: Any = None, empty: Any = None) -> Any:
-        out = by_torch(q, k, v, bias, absent, scale=scale)
+        out = by_torch(q, k, v, bias, absent, missing, scale=scale)
         return out if empty is None else torch.where(empty, v.mean(-2, keepdim=True), out)
 
     own, at_once, asked = None if shared else 1, _rows_at_once(q, keys), autocasts(q)

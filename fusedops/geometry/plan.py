@@ -64,7 +64,7 @@ _SHOULD: dict[str, tuple[str, Any]] = {
     "distances": ("finite", np.isfinite),
     "operations": ("finite", np.isfinite),
     "sigmas": ("positive, and neither σ nor 1/σ⁴ infinite", lambda s: _power(s) > 0),
-    "periods": ("at least 0", lambda n: n >= 0),
+    "periods": ("from 0 to 360", lambda n: (n >= 0) & (n <= 360)),
     "opposite": ("at least 0, and below 1", lambda p: (p >= 0) & (p < 1)),
     "weights": ("finite, and at least 0", lambda w: (w >= 0) & (w < np.inf)),
 }
@@ -81,7 +81,8 @@ class Restraints(Packed):
         ``indices`` (n, 3), the vertex in the middle; ``ideals`` and ``sigmas`` (n,), degrees.
     torsions : dict, optional
         ``indices`` (n, 4); ``ideals`` and ``sigmas`` (n,), degrees, with the sign of IUPAC;
-        ``periods`` (n,) integers, by default 1: a torsion of period n has n ideals in a turn;
+        ``periods`` (n,) integers up to 360, by default 1: a torsion of period n has n ideals in a
+        turn;
         ``opposite`` (n,), by default 0: the prior probability of the torsion 180° from the ideal,
         such as 0.05 for the cis peptide before a proline.
     chirals : dict, optional
