@@ -2,9 +2,9 @@
 
 A program takes runs: some channels, whose rows of the weight stay in shared memory, and a chunk of
 tokens. Two or three consumers of four warps multiply in turns: one has the tensor cores, while the
-others finish outputs. One more warp brings hidden, in a ring. Every warp of a consumer
-has a segment of the chunk's tokens, and goes through it from its end, sixteen tokens at a step.
-In the backward, it thus keeps the sums that belong to inputs of tokens before it.
+others finish outputs. One more warp brings hidden, in a ring. Every warp of a consumer has a
+segment of the chunk's tokens, and goes through it from its end, sixteen tokens at a step. So the
+backward keeps the sums that belong to the tokens before, which come next.
 
 The weight's rows are in such an order that a thread finds all taps of eight neighbouring channels
 in its part of the product, so that it reads and writes vectors.
