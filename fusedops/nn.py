@@ -488,9 +488,9 @@ class DynamicShortConvolution(torch.nn.Module):
         The generator's last layer is then part of the convolution. A layer that is more than its
         weight and bias makes kernels itself. A layer whose gradient is wanted does so too, as its
         kernels would be made three times, but where that is faster: in float32 on a CPU, and on
-        Hopper for `whole` sequences in 16 bits, of one length. So do on a CPU a layer in 16 bits,
-        which torch multiplies faster, or one for kernels that the CPU's cache may hold; and on a
-        GPU one for few kernels, which the host launches in less time.
+        Hopper for `whole` sequences in 16 bits, of one length. On a CPU a layer in 16 bits, which
+        torch multiplies faster, makes kernels too, and so does one for kernels that the CPU's cache
+        may hold; on a GPU one for few kernels, which the host launches in less time.
         """
         if decoding or u.device.type not in FUSED:
             return (self.get_kernel(u),)
@@ -510,20 +510,17 @@ class DynamicShortConvolution(torch.nn.Module):
             plain = last.weight.itemsize > 2 and count >= MANY
         elif plain and u.is_cuda and not traced():
             plain = count >= MANY_ON_CUDA
-        trains = torch.is_grad_enabled() and any(
-            tensor.requires_grad for tensor in chain((u,), generator.parameters())
-        )
-        if plain and trains and on_cpu:
-            plain = last.weight.dtype == torch.float32
-        elif plain and trains:
-            plain = (
-                whole
-                and self.kernel_size == 4
+        anew = plain and on_cpu and last.weight.dtype == torch.float32
+        if plain and whole and u.is_cuda and not traced():
+            anew = (
+                self.kernel_size == 4
                 and not (self.hidden_size % 32 or self.generator_hidden_size % 8)
                 and last.weight.itemsize == u.itemsize == 2
-                and u.is_cuda
-                and not traced()
                 and torch.cuda.get_device_capability(u.device)[0] == 9
+            )
+        if plain and not anew:
+            plain = not torch.is_grad_enabled() or not any(
+                tensor.requires_grad for tensor in chain((u,), generator.parameters())
             )
         if not plain:
             return (self.get_kernel(u),)

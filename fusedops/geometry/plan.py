@@ -58,7 +58,7 @@ def _power(sigma: np.ndarray) -> np.ndarray:
     return np.where((sigma > 0) & (power < np.inf), power, 0.0)
 
 
-# What the numbers of a column should be, and the test of it.
+# Good numbers of a column in words, and their test.
 _SHOULD: dict[str, tuple[str, Any]] = {
     "ideals": ("finite", np.isfinite),
     "distances": ("finite", np.isfinite),

@@ -27,6 +27,8 @@ from gpukern.trimul.plan import ceil
 STEP, ROWS, CHANNELS, TAPS = map(gl.constexpr, (16, 64, 32, 4))
 # Numbers of hidden that pass through shared memory at once.
 CHUNK = gl.constexpr(64)
+# Consumers of the forward, and of the backward, of which three would spill registers.
+_FORTH, _BACK = map(gl.constexpr, (3, 2))
 # Warps of a consumer, and registers of a thread where there are three: of the second and third one,
 # which leave the first one more, and of the warp that fills the ring.
 WARPS = gl.constexpr(4)
@@ -399,14 +401,14 @@ def forward(
     H: gl.constexpr, D: gl.constexpr, SILU: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Write the convolution of sequences of one length."""
-    places = _shared(hidden, weight, 3, H, SLOTS)
+    places = _shared(hidden, weight, _FORTH, H, SLOTS)
     given = x, biases, shift, out, length, tokens, chunks, steps
     gl.warp_specialize(
         [
-            (_consume, (given, places, 0, 3, D, SILU, SLOTS)),
-            (_consume, (given, places, 1, 3, D, SILU, SLOTS)),
-            (_consume, (given, places, 2, 3, D, SILU, SLOTS)),
-            (_produce, (hidden, weight, places, 0, chunks, steps, steps * STEP, 3, D, SLOTS)),
+            (_consume, (given, places, 0, _FORTH, D, SILU, SLOTS)),
+            (_consume, (given, places, 1, _FORTH, D, SILU, SLOTS)),
+            (_consume, (given, places, 2, _FORTH, D, SILU, SLOTS)),
+            (_produce, (hidden, weight, places, 0, chunks, steps, steps * STEP, _FORTH, D, SLOTS)),
         ],
         [WARPS, WARPS, 1],
         _REGISTERS,
@@ -422,23 +424,22 @@ def inputs(
 
     The kernels', and their sums over a segment's tokens, are laid out by tap, then channel.
     """
-    places = _shared(hidden, weight, 2, H, SLOTS)
-    held = gl.allocate_shared_memory(gl.float32, [2 * TAPS, 8 * WARPS, CHANNELS], _SUMS)
+    places = _shared(hidden, weight, _BACK, H, SLOTS)
+    held = gl.allocate_shared_memory(gl.float32, [_BACK * TAPS, 8 * WARPS, CHANNELS], _SUMS)
     given = x, biases, shift, dout, dkernels, dx, sums, length, tokens, start, end, chunks, steps
     own = steps * STEP - (TAPS - 1)
     gl.warp_specialize(
         [
-            (_pull, (given, places, held, 0, 2, D, SILU, SLOTS)),
-            (_pull, (given, places, held, 1, 2, D, SILU, SLOTS)),
-            (_produce, (hidden, weight, places, start, chunks, steps, own, 2, D, SLOTS)),
+            (_pull, (given, places, held, 0, _BACK, D, SILU, SLOTS)),
+            (_pull, (given, places, held, 1, _BACK, D, SILU, SLOTS)),
+            (_produce, (hidden, weight, places, start, chunks, steps, own, _BACK, D, SLOTS)),
         ],
         [WARPS, 1],
         REGISTERS,
     )
 
 
-# The backward of three would spill registers.
-CONSUMERS = {forward: 3, inputs: 2}
+CONSUMERS = {forward: _FORTH.value, inputs: _BACK.value}
 # These pointers are multiples of 16 bytes.
 POINTERS = {
     forward: ("x", "biases", "shift", "out"),

@@ -18,6 +18,7 @@ import triton.language as tl
 from fusedops._frame.registry import register
 from fusedops.geometry.op import BOND_EPS, CONTACT_EPS, EITHER_HAND, NO_HAND, SHORTEST, STRAIGHT
 from fusedops.geometry.plan import KINDS
+from gpukern.atoms import atom, coordinates
 from gpukern.launch import Launcher, kernel_of_any_size, wide
 
 # Restraints and warps of a program of the first launch; atoms and warps of one of the second.
@@ -53,23 +54,6 @@ def _cross_along(ax, ay, az, bx, by, bz, dax, day, daz, dbx, dby, dbz):
 
 
 @triton.jit
-def _row_of(array, i, inside, row_stride, column_stride):
-    """Load x, y, z of atoms i in float64, zeros for atoms that don't exist."""
-    at = array + i.to(tl.int64) * row_stride
-    x = tl.load(at, mask=inside, other=0.0).to(tl.float64)
-    y = tl.load(at + column_stride, mask=inside, other=0.0).to(tl.float64)
-    z = tl.load(at + 2 * column_stride, mask=inside, other=0.0).to(tl.float64)
-    return x, y, z
-
-
-@triton.jit
-def _atom(index, entry, there, atoms):
-    """Load the atoms of entries, and whether they exist."""
-    i = tl.load(index + entry, mask=there, other=0)
-    return i, there & (i >= 0) & (i < atoms)
-
-
-@triton.jit
 def _store(
     spill, entry, there, inside, scale, f1, f2, push, x, y, z, dx, dy, dz, SECOND: tl.constexpr
 ):  # fmt: skip
@@ -95,19 +79,19 @@ def _pairs(
     WANTED: tl.constexpr,
 ):  # fmt: skip
     """Bonds, or contacts with images of second atoms."""
-    i, inside = _atom(index, entry, there, atoms)
-    j, other = _atom(index, entry + 1, there, atoms)
+    i, inside = atom(index, entry, there, atoms)
+    j, other = atom(index, entry + 1, there, atoms)
     inside = inside & other
     if CONTACTS:
         of = tl.load(image, mask=there, other=0)
         known = (of >= 0) & (of < images)
         inside = inside & known
-    px, py, pz = _row_of(xyz, i, inside, row, column)
-    x, y, z = _row_of(xyz, j, inside, row, column)
+    px, py, pz = coordinates(xyz, i, inside, row, column, 0.0)
+    x, y, z = coordinates(xyz, j, inside, row, column, 0.0)
     ux, uy, uz = tl.zeros_like(x), tl.zeros_like(x), tl.zeros_like(x)
     if SECOND:
-        vpx, vpy, vpz = _row_of(ddxyz, i, inside, vrow, vcolumn)
-        ux, uy, uz = _row_of(ddxyz, j, inside, vrow, vcolumn)
+        vpx, vpy, vpz = coordinates(ddxyz, i, inside, vrow, vcolumn, 0.0)
+        ux, uy, uz = coordinates(ddxyz, j, inside, vrow, vcolumn, 0.0)
     if CONTACTS:
         at = operations + 12 * tl.where(known, of, 0).to(tl.int64)
         xx = tl.load(at)
@@ -204,13 +188,13 @@ def _angles(
     xyz, ddxyz, row, column, vrow, vcolumn, index, entry, ideal, weight, spill, there, atoms, scale,
     SECOND: tl.constexpr, WANTED: tl.constexpr,
 ):  # fmt: skip
-    i, inside = _atom(index, entry, there, atoms)
-    j, there_j = _atom(index, entry + 1, there, atoms)
-    k, there_k = _atom(index, entry + 2, there, atoms)
+    i, inside = atom(index, entry, there, atoms)
+    j, there_j = atom(index, entry + 1, there, atoms)
+    k, there_k = atom(index, entry + 2, there, atoms)
     inside = inside & there_j & there_k
-    ax, ay, az = _row_of(xyz, i, inside, row, column)
-    x, y, z = _row_of(xyz, j, inside, row, column)
-    bx, by, bz = _row_of(xyz, k, inside, row, column)
+    ax, ay, az = coordinates(xyz, i, inside, row, column, 0.0)
+    x, y, z = coordinates(xyz, j, inside, row, column, 0.0)
+    bx, by, bz = coordinates(xyz, k, inside, row, column, 0.0)
     ax -= x
     ay -= y
     az -= z
@@ -248,9 +232,9 @@ def _angles(
     push = tl.zeros_like(c)
     dgx, dgy, dgz, dhx, dhy, dhz = push, push, push, push, push, push
     if SECOND:
-        dax, day, daz = _row_of(ddxyz, i, inside, vrow, vcolumn)
-        x, y, z = _row_of(ddxyz, j, inside, vrow, vcolumn)
-        dbx, dby, dbz = _row_of(ddxyz, k, inside, vrow, vcolumn)
+        dax, day, daz = coordinates(ddxyz, i, inside, vrow, vcolumn, 0.0)
+        x, y, z = coordinates(ddxyz, j, inside, vrow, vcolumn, 0.0)
+        dbx, dby, dbz = coordinates(ddxyz, k, inside, vrow, vcolumn, 0.0)
         dax = (dax - x) * aa
         day = (day - y) * aa
         daz = (daz - z) * aa
@@ -290,15 +274,15 @@ def _angles(
 @triton.jit
 def _quad(array, index, entry, there, atoms, row, column):
     """Load three vectors between four atoms, the first atom's, and whether all atoms exist."""
-    i, inside = _atom(index, entry, there, atoms)
-    j, there_j = _atom(index, entry + 1, there, atoms)
-    k, there_k = _atom(index, entry + 2, there, atoms)
-    m, there_m = _atom(index, entry + 3, there, atoms)
+    i, inside = atom(index, entry, there, atoms)
+    j, there_j = atom(index, entry + 1, there, atoms)
+    k, there_k = atom(index, entry + 2, there, atoms)
+    m, there_m = atom(index, entry + 3, there, atoms)
     inside = inside & there_j & there_k & there_m
-    px, py, pz = _row_of(array, i, inside, row, column)
-    ax, ay, az = _row_of(array, j, inside, row, column)
-    bx, by, bz = _row_of(array, k, inside, row, column)
-    cx, cy, cz = _row_of(array, m, inside, row, column)
+    px, py, pz = coordinates(array, i, inside, row, column, 0.0)
+    ax, ay, az = coordinates(array, j, inside, row, column, 0.0)
+    bx, by, bz = coordinates(array, k, inside, row, column, 0.0)
+    cx, cy, cz = coordinates(array, m, inside, row, column, 0.0)
     return px, py, pz, ax, ay, az, bx, by, bz, cx, cy, cz, inside
 
 
@@ -508,8 +492,8 @@ def _b_pairs(
     b, ddb, stride, vstride, index, entry, weight, to, there, atoms, scale,
     SECOND: tl.constexpr, WANTED: tl.constexpr,
 ):  # fmt: skip
-    i, inside = _atom(index, entry, there, atoms)
-    j, other = _atom(index, entry + 1, there, atoms)
+    i, inside = atom(index, entry, there, atoms)
+    j, other = atom(index, entry + 1, there, atoms)
     inside = inside & other
     i = i.to(tl.int64)
     j = j.to(tl.int64)

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from fusedops._frame.registry import register
 from fusedops.planarity.eigenvector import NO_PLANE
+from gpukern.atoms import atom, coordinates
 from gpukern.launch import Launcher, kernel_of_any_size, wide
 
 # Planes and warps of a program of the first launch; atoms and warps of one of the second.
@@ -30,24 +31,8 @@ _UNROLL = 3
 # sum's registers would slow down the atoms' programs.
 _SUM, _SUM_BESIDE, _MANY = 2048, 1024, 2**20
 _TINY = tl.constexpr(NO_PLANE)
-
-
-@triton.jit
-def _coordinates(xyz, i, inside, row_stride, column_stride):
-    """Load x, y, z of atoms i in float64, NaN for atoms that don't exist."""
-    nan = float("nan")
-    at = xyz + i.to(tl.int64) * row_stride
-    x = tl.load(at, mask=inside, other=nan).to(tl.float64)
-    y = tl.load(at + column_stride, mask=inside, other=nan).to(tl.float64)
-    z = tl.load(at + 2 * column_stride, mask=inside, other=nan).to(tl.float64)
-    return x, y, z
-
-
-@triton.jit
-def _atom(index, entry, active, atoms):
-    """Load the atoms of entries, and whether they exist."""
-    i = tl.load(index + entry, mask=active, other=0)
-    return i, active & (i >= 0) & (i < atoms)
+# The coordinates of an atom that doesn't exist.
+_NONE = tl.constexpr(float("nan"))
 
 
 @triton.jit
@@ -195,8 +180,8 @@ def _fit(
                 first = tl.where(w > heaviest, start + a, first)
                 heaviest = tl.maximum(heaviest, w)
                 a += 1
-    i, inside = _atom(index, first, live, atoms)
-    ox, oy, oz = _coordinates(xyz, i, inside, row_stride, column_stride)
+    i, inside = atom(index, first, live, atoms)
+    ox, oy, oz = coordinates(xyz, i, inside, row_stride, column_stride, _NONE)
     zero = tl.zeros_like(ox)
     ox = tl.where(live, ox, 0.0)
     oy = tl.where(live, oy, 0.0)
@@ -211,8 +196,8 @@ def _fit(
     while a < most:
         for _repeat in tl.static_range(UNROLL):
             active = a < n
-            i, inside = _atom(index, start + a, active, atoms)
-            x, y, z = _coordinates(xyz, i, inside, row_stride, column_stride)
+            i, inside = atom(index, start + a, active, atoms)
+            x, y, z = coordinates(xyz, i, inside, row_stride, column_stride, _NONE)
             x = tl.where(active, x - ox, 0.0)
             y = tl.where(active, y - oy, 0.0)
             z = tl.where(active, z - oz, 0.0)
@@ -323,8 +308,8 @@ def _nll_kernel(
     while a < most:
         for _repeat in tl.static_range(UNROLL):
             active = a < n
-            i, inside = _atom(index, start + a, active, atoms)
-            x, y, z = _coordinates(xyz, i, inside, row_stride, column_stride)
+            i, inside = atom(index, start + a, active, atoms)
+            x, y, z = coordinates(xyz, i, inside, row_stride, column_stride, _NONE)
             d = (x - ox - cx) * nx + (y - oy - cy) * ny + (z - oz - cz) * nz
             d = tl.where(active & usable, d, 0.0)
             w = _weight(weight, own, start + a, active, PER_ATOM)
@@ -362,8 +347,8 @@ def _gradient_vjp_kernel(
         while a < most:
             for _repeat in tl.static_range(UNROLL):
                 active = planar & (a < n)
-                i, inside = _atom(index, start + a, active, atoms)
-                vx, vy, vz = _coordinates(vector, i, inside, vector_row, vector_column)
+                i, inside = atom(index, start + a, active, atoms)
+                vx, vy, vz = coordinates(vector, i, inside, vector_row, vector_column, _NONE)
                 mean_s += tl.where(inside, vx * nx + vy * ny + vz * nz, 0.0)
                 a += 1
         mean_s = mean_s / total
@@ -374,9 +359,9 @@ def _gradient_vjp_kernel(
     while a < most:
         for _repeat in tl.static_range(UNROLL):
             active = planar & (a < n)
-            i, inside = _atom(index, start + a, active, atoms)
-            x, y, z = _coordinates(xyz, i, inside, row_stride, column_stride)
-            vx, vy, vz = _coordinates(vector, i, inside, vector_row, vector_column)
+            i, inside = atom(index, start + a, active, atoms)
+            x, y, z = coordinates(xyz, i, inside, row_stride, column_stride, _NONE)
+            vx, vy, vz = coordinates(vector, i, inside, vector_row, vector_column, _NONE)
             x = tl.where(inside, x - ox - cx, 0.0)
             y = tl.where(inside, y - oy - cy, 0.0)
             z = tl.where(inside, z - oz - cz, 0.0)
@@ -415,10 +400,10 @@ def _gradient_vjp_kernel(
     while a < most:
         for _repeat in tl.static_range(UNROLL):
             active = a < n
-            i, inside = _atom(index, start + a, active, atoms)
+            i, inside = atom(index, start + a, active, atoms)
             read = inside & planar
-            x, y, z = _coordinates(xyz, i, read, row_stride, column_stride)
-            vx, vy, vz = _coordinates(vector, i, read, vector_row, vector_column)
+            x, y, z = coordinates(xyz, i, read, row_stride, column_stride, _NONE)
+            vx, vy, vz = coordinates(vector, i, read, vector_row, vector_column, _NONE)
             x = tl.where(read, x - ox - cx, 0.0)
             y = tl.where(read, y - oy - cy, 0.0)
             z = tl.where(read, z - oz - cz, 0.0)
