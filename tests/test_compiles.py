@@ -49,6 +49,9 @@ def compile(self, programs, key, *args):
             signature[parameter.name] = "i64" if launch.wide(value)[0] else "i32"
     source = ASTSource(self.kernel, signature, values, aligned)
     note(self.kernel, triton.compile(source, GPUTarget("cuda", CAPABILITY, 32), self.options))
+    # A GPU's launch refuses a constant that isn't what it was, as NaN never is.
+    for (name, _), (value, scope) in self.kernel.used_global_vals.items():
+        assert scope[name] == value, name
 
 
 launch.Launcher.__call__ = compile

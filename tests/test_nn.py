@@ -370,7 +370,7 @@ def test_a_gpu_stores_few_kernels(trains, monkeypatch):
     """The host needs less time to store them."""
     if trains and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("training stores kernels")
-    module, x = example()
+    module, x = example(64)
     module, x = module.to("cuda", torch.bfloat16).requires_grad_(trains), x.bfloat16().cuda()
     with monkeypatch.context() as patch:
         patch.setattr(fusedops.nn, "dynamic_conv_generated", None)

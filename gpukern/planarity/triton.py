@@ -31,8 +31,6 @@ _UNROLL = 3
 # sum's registers would slow down the atoms' programs.
 _SUM, _SUM_BESIDE, _MANY = 2048, 1024, 2**20
 _TINY = tl.constexpr(NO_PLANE)
-# The coordinates of an atom that doesn't exist.
-_NONE = tl.constexpr(float("nan"))
 
 
 @triton.jit
@@ -181,7 +179,7 @@ def _fit(
                 heaviest = tl.maximum(heaviest, w)
                 a += 1
     i, inside = atom(index, first, live, atoms)
-    ox, oy, oz = coordinates(xyz, i, inside, row_stride, column_stride, _NONE)
+    ox, oy, oz = coordinates(xyz, i, inside, row_stride, column_stride, float("nan"))
     zero = tl.zeros_like(ox)
     ox = tl.where(live, ox, 0.0)
     oy = tl.where(live, oy, 0.0)
@@ -197,7 +195,7 @@ def _fit(
         for _repeat in tl.static_range(UNROLL):
             active = a < n
             i, inside = atom(index, start + a, active, atoms)
-            x, y, z = coordinates(xyz, i, inside, row_stride, column_stride, _NONE)
+            x, y, z = coordinates(xyz, i, inside, row_stride, column_stride, float("nan"))
             x = tl.where(active, x - ox, 0.0)
             y = tl.where(active, y - oy, 0.0)
             z = tl.where(active, z - oz, 0.0)
@@ -309,7 +307,7 @@ def _nll_kernel(
         for _repeat in tl.static_range(UNROLL):
             active = a < n
             i, inside = atom(index, start + a, active, atoms)
-            x, y, z = coordinates(xyz, i, inside, row_stride, column_stride, _NONE)
+            x, y, z = coordinates(xyz, i, inside, row_stride, column_stride, float("nan"))
             d = (x - ox - cx) * nx + (y - oy - cy) * ny + (z - oz - cz) * nz
             d = tl.where(active & usable, d, 0.0)
             w = _weight(weight, own, start + a, active, PER_ATOM)
@@ -348,7 +346,7 @@ def _gradient_vjp_kernel(
             for _repeat in tl.static_range(UNROLL):
                 active = planar & (a < n)
                 i, inside = atom(index, start + a, active, atoms)
-                vx, vy, vz = coordinates(vector, i, inside, vector_row, vector_column, _NONE)
+                vx, vy, vz = coordinates(vector, i, inside, vector_row, vector_column, float("nan"))
                 mean_s += tl.where(inside, vx * nx + vy * ny + vz * nz, 0.0)
                 a += 1
         mean_s = mean_s / total
@@ -360,8 +358,8 @@ def _gradient_vjp_kernel(
         for _repeat in tl.static_range(UNROLL):
             active = planar & (a < n)
             i, inside = atom(index, start + a, active, atoms)
-            x, y, z = coordinates(xyz, i, inside, row_stride, column_stride, _NONE)
-            vx, vy, vz = coordinates(vector, i, inside, vector_row, vector_column, _NONE)
+            x, y, z = coordinates(xyz, i, inside, row_stride, column_stride, float("nan"))
+            vx, vy, vz = coordinates(vector, i, inside, vector_row, vector_column, float("nan"))
             x = tl.where(inside, x - ox - cx, 0.0)
             y = tl.where(inside, y - oy - cy, 0.0)
             z = tl.where(inside, z - oz - cz, 0.0)
@@ -402,8 +400,8 @@ def _gradient_vjp_kernel(
             active = a < n
             i, inside = atom(index, start + a, active, atoms)
             read = inside & planar
-            x, y, z = coordinates(xyz, i, read, row_stride, column_stride, _NONE)
-            vx, vy, vz = coordinates(vector, i, read, vector_row, vector_column, _NONE)
+            x, y, z = coordinates(xyz, i, read, row_stride, column_stride, float("nan"))
+            vx, vy, vz = coordinates(vector, i, read, vector_row, vector_column, float("nan"))
             x = tl.where(read, x - ox - cx, 0.0)
             y = tl.where(read, y - oy - cy, 0.0)
             z = tl.where(read, z - oz - cz, 0.0)
