@@ -377,7 +377,9 @@ def test_a_gpu_stores_few_kernels(trains, monkeypatch):
         stored = module(x)[0]
     monkeypatch.setattr(fusedops.nn, "dynamic_conv", None)
     monkeypatch.setattr(fusedops.nn, "MANY_ON_CUDA", 0)
-    torch.testing.assert_close(module(x)[0], stored, rtol=2e-2, atol=2e-2)
+    # Kernels are stored in 16 bits, and a channel's products may cancel.
+    largest = float(stored.detach().abs().max())
+    torch.testing.assert_close(module(x)[0], stored, rtol=2e-2, atol=1e-2 * largest)
 
 
 def test_training_in_float32_on_a_cpu_stores_no_kernels(monkeypatch):
