@@ -15,7 +15,7 @@ from fusedops.conv.plan import num_sequences
 
 _delta = isa.load("delta")
 # Numbers of states, times tokens, that are worth waking a thread for.
-_GRAIN = 1 << 17
+_GRAIN = 1 << 16
 # The fewest tokens between states that a backward keeps, an even number for pairs of tokens.
 _FEWEST = 32
 
@@ -68,19 +68,22 @@ def gated_delta_rule_vjp(a: Any, y: Any) -> None:
 def gated_delta_rule_step(a: Any, y: Any) -> None:
     if not y.out.size:
         return
-    q, k, v, g, beta = (x[:, None] if a.q.ndim == 3 else x for x in a[:5])
-    out = y.out[:, None] if a.q.ndim == 3 else y.out
+    # One token of a sequence has no dimension of tokens, or one of length 1.
+    at = np.s_[:, None] if a.q.ndim == 3 else np.s_[:]
     slots = None if a.slots is None else np.ascontiguousarray(a.slots, np.int64)
+    sequences, heads = len(a.q), a.v.shape[-2]
     _delta.forward(
-        *(laid_out(x, 1) for x in (q, k, v)),
-        g[..., None],
-        beta[..., None],
+        laid_out(a.q, 1)[at],
+        laid_out(a.k, 1)[at],
+        laid_out(a.v, 1)[at],
+        a.g[at][..., None],
+        a.beta[at][..., None],
         a.state,
         a.scale,
         None,
         slots,
-        out,
+        y.out[at],
         a.state,
-        len(q),
-        _threads(a, len(q) * v.shape[2]),
+        sequences,
+        _threads(a, sequences * heads),
     )

@@ -9,7 +9,7 @@ import operator
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -167,6 +167,36 @@ def sharing(one: Any, others: Iterable[Any]) -> int | None:
             if near and device_of(one) == device_of(array):
                 return at
     return None
+
+
+def apart(one: Any, others: Iterable[Any]) -> Callable[[Any, Iterable[Any]], bool] | None:
+    """Return a function that compares tensors of the same kinds by their addresses alone.
+
+    It tells whether the memory of the first surely overlaps none of the others', and is None for
+    arrays of NumPy's.
+    """
+    if isinstance(one, np.ndarray):
+        return None
+
+    def around(array: Any) -> tuple[int, int] | None:
+        memory = None if array is None else _memory(array)
+        return memory and (memory[0] - array.data_ptr(), memory[1] - array.data_ptr())
+
+    own, spans = around(one), [around(array) for array in others]
+
+    def are(one: Any, others: Iterable[Any]) -> bool:
+        if own is None:
+            return True
+        start = one.data_ptr()
+        low, high = start + own[0], start + own[1]
+        for span, array in zip(spans, others, strict=True):
+            if span is not None:
+                start = array.data_ptr()
+                if low < start + span[1] and start + span[0] < high:
+                    return False
+        return True
+
+    return are
 
 
 def _memory(array: Any) -> tuple[int, int] | None:

@@ -46,7 +46,7 @@ class Bound(NamedTuple):
     parts: Any
     shown: str | tuple[str, ...]
     # Raises if values of the arguments are bad, which their kinds don't show.
-    values: Callable[[Any], None] | None = None
+    values: Callable[[Any], Any] | None = None
     # The record of the arguments; the op's arrays by name, as they meet their declarations.
     a: Any = None
     arrays: Any = None
@@ -57,13 +57,13 @@ class Bound(NamedTuple):
 def to_run(
     arguments: Sequence[Any],
     shown: str | tuple[str, ...],
-    values: Callable[[Any], None] | None = None,
+    values: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Return the result of a function under `op`, whose annotation is the op's result instead.
 
     `arguments` are the primitive's: each is an argument of the op, a constant, or `Made`. They must
     depend on the kinds of the op's arguments alone. `values` checks the values of the record of
-    arguments in every call.
+    arguments in every call, unless it returns a quicker check for other calls of the kind.
     """
     return Bound(arguments, shown, values)
 
@@ -196,9 +196,8 @@ class Op(Generic[F_co]):
         a = [part.make() if isinstance(part, Made) else part for part in parts]
         a = primitive.Arguments._make(a)
         primitive.sizes(a, name, self.names)
-        if bound.values is not None:
-            bound.values(a)
-        return bound._replace(parts=parts, a=a, arrays=arrays, lead=lead)
+        look = bound.values and (bound.values(a) or bound.values)
+        return bound._replace(parts=parts, values=look, a=a, arrays=arrays, lead=lead)
 
     def shown(self, bound: Bound) -> list[int]:
         """Return the places of the outputs that a call shows."""

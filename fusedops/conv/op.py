@@ -534,10 +534,10 @@ def dynamic_conv_step(
     return to_run(given, "out", _check_step)
 
 
-def _check_step(a: Any) -> None:
+def _check_step(a: Any) -> Any:
     """Raise if a state has two sequences or none, or its update would change another argument."""
     name = "dynamic_conv_step"
-    may_update(name, a, ("x", "kernels", "bias", "residual", "slots", "positions"))
+    again = may_update(name, a, ("x", "kernels", "bias", "residual", "slots", "positions"))
     slots, positions = map(readable, (a.slots, a.positions))
     if positions is not None and (a.slots is None) == (slots is None):
         early = [p for b, p in enumerate(positions.tolist()) if slots is None or slots[b] >= 0]
@@ -547,3 +547,4 @@ def _check_step(a: Any) -> None:
                 "number of tokens before"
             )
     check_slots(name, "slots", slots, len(a.state))
+    return again if slots is None is positions else None

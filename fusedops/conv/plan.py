@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fusedops._frame.arrays import is_writable, namespace
 from fusedops._frame.check import (
+    apart,
     device_of,
     indices,
     is_traced,
@@ -205,14 +207,21 @@ def read_sequences(name: str, cu_seqlens: Any, first: str, x: Any) -> Sequences 
     return sequences
 
 
-def may_update(name: str, a: Any, others: Iterable[str]) -> None:
-    """Raise unless a call's state can be updated in place, without a change of other arguments."""
-    others = list(others)
-    at = sharing(a.state, [getattr(a, other) for other in others])
+def may_update(name: str, a: Any, others: Sequence[str]) -> Callable[[Any], Any] | None:
+    """Raise unless a call's state can be updated in place, without a change of other arguments.
+
+    Returns a quicker check for other calls of the kind, if there is one.
+    """
+    pick = operator.attrgetter(*others)
+    at = sharing(a.state, pick(a))
     if at is not None:
         raise ValueError(f"{name}: {others[at]} shares memory with state; it should not")
     if not is_writable(a.state):
         raise ValueError(f"{name}: state is read-only; it should be writable, to be updated")
+    are_apart = apart(a.state, pick(a))
+    if are_apart is None:
+        return None
+    return lambda a: are_apart(a.state, pick(a)) or may_update(name, a, others)
 
 
 def readable(array: Any) -> Any:

@@ -518,8 +518,10 @@ def gated_delta_rule_step(
     return to_run((q, k, v, g, beta, state, slots, _scale(name, scale, q, v)), "out", _check_step)
 
 
-def _check_step(a: Any) -> None:
+def _check_step(a: Any) -> Any:
     """Raise if a state has two sequences or none, or its update would change another argument."""
     name = "gated_delta_rule_step"
-    may_update(name, a, ("q", "k", "v", "g", "beta", "slots"))
-    check_slots(name, "slots", readable(a.slots), len(a.state))
+    again = may_update(name, a, ("q", "k", "v", "g", "beta", "slots"))
+    slots = readable(a.slots)
+    check_slots(name, "slots", slots, len(a.state))
+    return again if slots is None else None
