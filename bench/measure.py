@@ -463,7 +463,7 @@ def _refusal(contest: OfOp | OfStep, found: dict[str, float]) -> str | None:
 
 def _word(error: Exception) -> str:
     first = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first}"[:200]
+    return f"{type(error).__name__}: {first}"[:120]
 
 
 def _finite(errors: dict[str, float] | None) -> dict[str, float | None] | None:
