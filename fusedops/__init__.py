@@ -6,6 +6,7 @@ from fusedops._host.memory import release_memory
 from fusedops._host.threads import get_num_threads
 from fusedops._info import info, set_num_threads
 from fusedops._version import __version__ as __version__
+from fusedops.attention import triangle_attention
 from fusedops.conv import Sequences, dynamic_conv, dynamic_conv_step
 from fusedops.delta import gated_delta_rule, gated_delta_rule_step
 from fusedops.density import Lattice, gaussian_density
@@ -54,6 +55,7 @@ __all__ = [
     "so2_convolution",
     "structured_gather",
     "structured_scatter_add",
+    "triangle_attention",
     "triangle_multiplicative_update",
     "use_backend",
 ]

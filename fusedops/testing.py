@@ -168,7 +168,7 @@ def run(
     >>> from fusedops.testing import CASES
     >>> outputs, arrays = run(CASES[0], "numpy", "numpy", "float64")
     >>> [output.shape for output in outputs]
-    [(2, 70, 40), (2, 40, 4)]
+    [(1, 5, 37, 2, 32), (1, 5, 2, 37)]
     """
     primitive = case.primitive
     arrays: list[Any]

@@ -84,6 +84,7 @@ few = pytest.mark.interpreted_slow(
     example=(
         *("planarity-weighted", "conv", "conv-packed-static", "forth-packed", "back", "degree"),
         *("scatter", "gather", "density-iso", "triangle-hidden", "delta", "geometry"),
+        "attention-masked",
     )
 )
 
@@ -655,7 +656,7 @@ def test_raw_indices_under_transforms_and_in_recordings(example):
 
 NOTHING = (
     *("none-uniform", "no-edges", "no-channels", "no-rows", "no-atoms-iso", "no-residues"),
-    "no-restraints",
+    *("no-restraints", "attention-no-rows"),
 )
 OPCHECKED = of_primitives(
     *("chain-uniform", "atom_sigmas-weighted", "degenerate-uniform"),
@@ -663,7 +664,7 @@ OPCHECKED = of_primitives(
     *("l1-m1-forth", "uma-degree", "own", "undo-packed", "l0-packed", "l2-dense"),
     *("uma-second", "gates", "l0-m0-l", "odd", "triclinic-aniso", "openfold", "plain"),
     *("generated-packed", "generated-bare", "delta-packed", "delta-bare", "delta-step"),
-    "backbone",
+    *("backbone", "attention-ending"),
     *NOTHING,
 )
 
@@ -681,7 +682,7 @@ def opchecks():
     traced = [*typical(OPCHECKED).values(), *of_primitives(*NOTHING)]
     strided = of_primitives(
         *("chain-weighted", "dynamic-short", "l1-m1-back", "l1-dense", "odd", "no-atoms-iso"),
-        *("small-aniso", "l1-m1", "l1-m1-l", "delta", "delta-step-tokens"),
+        *("small-aniso", "l1-m1", "l1-m1-l", "delta", "delta-step-tokens", "attention-bare"),
     )
     primitives = {case.primitive for case in CASES}
     assert {case.primitive for case in OPCHECKED} == primitives
@@ -780,7 +781,7 @@ def test_compile_without_breaks_or_recompiling(example, monkeypatch):
     frames.append(counter.frame_count)
     # Calls with and without a gradient make two graphs; a number may make the first start over.
     assert len(set(frames)) == 1
-    assert frames[0] <= 2 + (example.name in ("degree", "delta"))
+    assert frames[0] <= 2 + (example.name in ("degree", "delta", "attention-masked"))
 
 
 @needs_torch

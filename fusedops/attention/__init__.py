@@ -1,0 +1,5 @@
+"""Attention along the rows of a pair representation."""
+
+from fusedops.attention.op import triangle_attention
+
+__all__ = ["triangle_attention"]
