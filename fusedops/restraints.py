@@ -21,6 +21,7 @@ from fusedops.structure import (
     StructureError,
     _alt,
     _gemmi,
+    _numbered,
     _read_source,
 )
 
@@ -621,18 +622,6 @@ def find_contacts(
         "images": places,
         "operations": np.array([_operation(cell, *key) for key in keys]).reshape(-1, 3, 4),
     }
-
-
-def _numbered(structure: Structure, xyz: np.ndarray | None = None) -> Any:
-    """Return a copy of gemmi's object, with the atoms' numbers as serials, and new coordinates."""
-    gemmi = _gemmi()
-    copy = structure.gemmi.clone()
-    atoms = (atom for chain in copy[0] for residue in chain for atom in residue)
-    for atom, number in zip(atoms, structure._order.tolist(), strict=True):
-        atom.serial = number
-        if xyz is not None:
-            atom.pos = gemmi.Position(*xyz[number])
-    return copy
 
 
 def _images(cell: Any, xyz: np.ndarray, pairs: np.ndarray, within: float) -> np.ndarray:

@@ -566,6 +566,18 @@ def _atoms(model: Any) -> tuple[list[int], np.ndarray, list[str]]:
     return serials, np.array(xyz).reshape(-1, 3), labels
 
 
+def _numbered(structure: Structure, xyz: np.ndarray | None = None) -> Any:
+    """Return a copy of gemmi's object, with the atoms' numbers as serials, and new coordinates."""
+    gemmi = _gemmi()
+    copy = structure.gemmi.clone()
+    atoms = (atom for chain in copy[0] for residue in chain for atom in residue)
+    for atom, number in zip(atoms, structure._order.tolist(), strict=True):
+        atom.serial = number
+        if xyz is not None:
+            atom.pos = gemmi.Position(*xyz[number])
+    return copy
+
+
 def _file_order(gemmi_serials: list[int], file_serials: list[int]) -> np.ndarray:
     """Return, for each atom in gemmi's order, its number in the file's order."""
     if len(gemmi_serials) != len(file_serials):
