@@ -202,9 +202,9 @@ def fit_scale(
     Returns
     -------
     Scale
-        The least squares of k_total |F_calc + k_mask F_mask| and the amplitudes, which all weigh
-        the same. Where the best k_sol or B_sol is negative, the data have no solvent to fit, and
-        both are zero.
+        The least squares of ``k_total * abs(F_calc + k_mask * F_mask)`` and the amplitudes, which
+        all weigh the same. Where the best k_sol or B_sol is negative, the data have no solvent to
+        fit, and both are zero.
 
     Raises
     ------
