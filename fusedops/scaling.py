@@ -1,4 +1,4 @@
-"""Bulk solvent, and the scale of structure factors to observed amplitudes.
+"""Observed amplitudes, bulk solvent, and the scale of structure factors.
 
 The model of the data is F_model = k_total (F_calc + k_mask F_mask). The mask is flat, and fixed
 while atoms move a little; both scales are smooth functions of the scattering vectors, and plain
@@ -8,6 +8,7 @@ functions of arrays or tensors, through which autograd works.
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +16,29 @@ import numpy as np
 
 from fusedops._frame.arrays import ArrayT, namespace
 from fusedops.maps import MapGrid
-from fusedops.structure import Structure, StructureError, _gemmi, _numbered
+from fusedops.structure import Structure, StructureError, _gemmi, _numbered, _read_source
 
-__all__ = ["Scale", "fit_scale", "k_mask", "k_total", "solvent_mask"]
+__all__ = [
+    "Amplitudes",
+    "Scale",
+    "fit_scale",
+    "k_mask",
+    "k_total",
+    "read_amplitudes",
+    "solvent_mask",
+]
+
+# Columns of a value and its sigma, of macromolecular and core CIF, with the power of the amplitude.
+_COLUMNS = (
+    ("F_meas_au", "F_meas_sigma_au", 1),
+    ("F_meas", "F_meas_sigma", 1),
+    ("F_meas", "F_sigma", 1),
+    ("F_squared_meas", "F_squared_sigma", 2),
+    ("intensity_meas", "intensity_sigma", 2),
+)
+_STATUS = "status", "observed_status", "include_status"
+# Reflections that were excluded, are systematically absent, or beyond limits of resolution.
+_EXCLUDED = ("x", "-", "h", "l")
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +66,123 @@ class Scale:
     U_aniso: np.ndarray = field(default_factory=lambda: np.zeros(6))
     k_sol: float = 0.0
     B_sol: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Amplitudes:
+    """Observed amplitudes of a crystal.
+
+    Attributes
+    ----------
+    hkl : (M, 3) int32 array
+        Miller indices, in the order of the file.
+    F : (M,) float64 array
+        NaN where the file has no value, or excludes it, or has an intensity that isn't positive.
+    sigma : (M,) float64 array
+        Standard deviations; NaN where F is, or where the file has none.
+    free : (M,) bool array
+        Whether a reflection is kept for R free.
+    negative : int
+        The number of reflections whose intensity isn't positive.
+    cell : gemmi.UnitCell
+    spacegroup : gemmi.SpaceGroup or None
+
+    Examples
+    --------
+    >>> import gemmi, numpy as np
+    >>> one, no = np.ones(1), np.zeros(1, bool)
+    >>> Amplitudes(np.ones((1, 3), np.int32), one, one, no, 0, gemmi.UnitCell(), None)
+    Amplitudes(1 reflections, 1 observed, 0 free)
+    """
+
+    hkl: np.ndarray
+    F: np.ndarray
+    sigma: np.ndarray
+    free: np.ndarray
+    negative: int
+    cell: Any
+    spacegroup: Any
+
+    def __repr__(self) -> str:
+        observed = np.isfinite(self.F).sum()
+        return f"Amplitudes({len(self.F)} reflections, {observed} observed, {self.free.sum()} free)"
+
+
+def read_amplitudes(path: str | os.PathLike) -> Amplitudes:
+    """Read observed amplitudes from a CIF of structure factors, of macro- or small molecules.
+
+    Parameters
+    ----------
+    path : str or path-like
+        The file, plain or gzipped: as the Protein Data Bank has it, or a core CIF with a loop of
+        reflections.
+
+    Returns
+    -------
+    Amplitudes
+        Of the first data block with reflections. Amplitudes are preferred to intensities, of which
+        they are the square roots.
+
+    Raises
+    ------
+    StructureError
+        The file can't be read, has no reflections, or has no column of measured values.
+    ImportError
+        gemmi isn't installed.
+
+    References
+    ----------
+    S. R. Hall, F. H. Allen & I. D. Brown, "The crystallographic information file (CIF): a new
+    standard archive file for crystallography", Acta Cryst. A47 (1991) 655-685.
+
+    Examples
+    --------
+    >>> text = "data_NaCl loop_ _refln_index_h _refln_index_k _refln_index_l "
+    >>> text += "_refln_F_squared_meas _refln_F_squared_sigma 1 1 1 400.0 8.0 2 0 0 -1.0 2.0"
+    >>> with open("NaCl.cif", "w") as file:
+    ...     _ = file.write(text)
+    >>> amplitudes = read_amplitudes("NaCl.cif")
+    >>> amplitudes, amplitudes.negative
+    (Amplitudes(2 reflections, 1 observed, 0 free), 1)
+    >>> amplitudes.F.tolist(), amplitudes.sigma.tolist()
+    ([20.0, nan], [0.2, nan])
+    """
+    gemmi = _gemmi()
+    source = _read_source(path)
+    try:
+        document = gemmi.cif.read_string(source)
+        core = [block for block in document if block.find_values("_refln_index_h")]
+        if core:
+            blocks = [gemmi.hkl_cif_as_refln_block(core[0])]
+        else:
+            blocks = [block for block in gemmi.as_refln_blocks(document) if block.default_loop]
+        if not blocks:
+            raise ValueError("it has no reflections (_refln)")
+        block, labels = blocks[0], blocks[0].column_labels()
+        known = [columns for columns in _COLUMNS if columns[0] in labels]
+        if not known:
+            raise ValueError(f"its reflections have no measured value, but {', '.join(labels)}")
+        name, sigma_name, power = next((c for c in known if c[1] in labels), known[0])
+        hkl, values = block.make_miller_array(), block.make_float_array(name)
+        sigma = np.full(len(values), np.nan)
+        if sigma_name in labels:
+            sigma = block.make_float_array(sigma_name)
+    except (ValueError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise StructureError(f"{path}: can't be read as reflections: {reason}") from None
+    loop, status = block.default_loop, np.full(len(values), "o")
+    for column in _STATUS:
+        if column in labels:
+            status = np.array(loop.values[labels.index(column) :: loop.width()])
+            break
+    values[np.isin(status, _EXCLUDED)] = np.nan
+    negative = values <= 0 if power == 2 else np.zeros(len(values), bool)
+    values[negative] = np.nan
+    F = values ** (1 / power)
+    sigma = np.where(np.isnan(F), np.nan, sigma / (power * F ** (power - 1)))
+    return Amplitudes(
+        hkl, F, sigma, status == "f", int(negative.sum()), block.cell, block.spacegroup
+    )
 
 
 def solvent_mask(structure: Structure, grid: MapGrid, xyz: np.ndarray | None = None) -> np.ndarray:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
 from fusedops import maps
 from fusedops.crystal import structure_factors
-from fusedops.scaling import Scale, fit_scale, k_mask, k_total, solvent_mask
-from fusedops.structure import StructureError
+from fusedops.scaling import Scale, fit_scale, k_mask, k_total, read_amplitudes, solvent_mask
+from fusedops.structure import StructureError, read_structure
 from structures import pdb
 
 gemmi = pytest.importorskip("gemmi")
@@ -178,3 +180,110 @@ def test_refusals_of_a_mask(load):
     structure = load(pdb("LIG 1 C1 5 5 5"))
     with pytest.raises(ValueError, match="grid is of a box; it should be of a crystal"):
         solvent_mask(structure, maps.box_grid(structure.xyz, 0.5, 2.0))
+
+
+CORE = """data_x
+_cell_length_a 5
+_cell_length_b 6
+_cell_length_c 7
+_cell_angle_alpha 90
+_cell_angle_beta 100
+_cell_angle_gamma 90
+_symmetry_space_group_name_H-M 'P 21/c'
+loop_
+_refln_index_h
+_refln_index_k
+_refln_index_l
+_refln_F_squared_calc
+_refln_F_squared_meas
+_refln_F_squared_sigma
+_refln_observed_status
+ 1 0  0 9.0 100.0(4) 4.0 o
+ 0 2  0 9.0 -0.5     1.0 <
+-1 0  2 9.0 25.0     1.0 x
+ 0 0 -4 9.0 ?        ?   o
+"""
+MACRO = CORE.replace("_refln_", "_refln.").replace("_cell_", "_cell.").replace("observed_", "")
+MACRO = MACRO.replace("F_squared_meas", "F_meas_au").replace("F_squared_sigma", "F_meas_sigma_au")
+
+
+def amplitudes(tmp_path, text):
+    (tmp_path / "x.cif").write_text(text)
+    return read_amplitudes(tmp_path / "x.cif")
+
+
+def test_amplitudes_of_small_molecules(tmp_path):
+    found = amplitudes(tmp_path, "data_empty\n" + CORE)
+    np.testing.assert_array_equal(found.hkl, [[1, 0, 0], [0, 2, 0], [-1, 0, 2], [0, 0, -4]])
+    np.testing.assert_array_equal(found.F, [10, np.nan, np.nan, np.nan])
+    np.testing.assert_array_equal(found.sigma, [0.2, np.nan, np.nan, np.nan])
+    assert found.negative == 1
+    assert not found.free.any()
+    assert found.cell.parameters == (5, 6, 7, 90, 100, 90)
+    assert found.spacegroup.hm == "P 1 21/c 1"
+
+
+def test_amplitudes_of_macromolecules(tmp_path):
+    found = amplitudes(tmp_path, "data_empty\n" + MACRO.replace(" <\n", " f\n"))
+    np.testing.assert_array_equal(found.F, [100, -0.5, np.nan, np.nan])
+    np.testing.assert_array_equal(found.sigma, [4, 1, np.nan, np.nan])
+    np.testing.assert_array_equal(found.free, [False, True, False, False])
+    # Amplitudes are preferred, if with a sigma, and need no status.
+    text = MACRO.replace("F_squared_calc", "F_squared_meas").replace("_refln.status\n", "")
+    text = re.sub(r" [ox<]\n", "\n", text)
+    np.testing.assert_array_equal(amplitudes(tmp_path, text).F, [100, -0.5, 25, np.nan])
+
+
+def test_refusals_of_amplitudes(tmp_path):
+    with pytest.raises(StructureError, match=r"x\.cif: can't be read as .*: it has no reflections"):
+        amplitudes(tmp_path, "data_x\n_cell_length_a 5\n")
+    text = CORE.replace("F_squared_meas", "F_squared_other")
+    with pytest.raises(StructureError, match="have no measured value, but index_h, index_k, "):
+        amplitudes(tmp_path, text)
+    with pytest.raises(StructureError, match=r"x\.cif: can't be read as reflections: "):
+        amplitudes(tmp_path, "no CIF at all")
+    with pytest.raises(StructureError, match="No such file"):
+        read_amplitudes(tmp_path / "absent.cif")
+
+
+ATOMS = """loop_
+_atom_site_label
+_atom_site_type_symbol
+_atom_site_fract_x
+_atom_site_fract_y
+_atom_site_fract_z
+_atom_site_U_iso_or_equiv
+Zn1 Zn 0   0    0   0.03
+C2  C  0.3 0.25 0.2 0.02
+O3  O  0.4 0.4  0.1 0.05
+"""
+
+
+def test_a_small_molecule_is_scaled_to_its_reflections(tmp_path):
+    """One core CIF has the model and squared amplitudes, from sums over atoms by gemmi."""
+    path = tmp_path / "x.cif"
+    model = CORE.partition("loop_")[0] + ATOMS
+    path.write_text(model)
+    structure = read_structure(path)
+    grid = maps.crystal_grid(structure, 0.25)
+    hkl = gemmi.make_miller_array(grid.cell, grid.spacegroup, 0.8)
+    small = gemmi.make_small_structure_from_block(gemmi.cif.read_string(model)[0])
+    small.change_occupancies_to_crystallographic()
+    calculator = gemmi.StructureFactorCalculatorX(small.cell)
+    sums = np.array([calculator.calculate_sf_from_small_structure(small, h) for h in hkl.tolist()])
+    s, U_aniso = hkl @ np.linalg.inv(grid.matrix), np.array([0.01, 0.02, -0.005, 0, 0.003, 0])
+    squares = np.square(k_total(s, 3.0, U_aniso) * abs(sums))
+    rows = [f"{h} {k} {l} {F2:.6f} 1.0\n" for (h, k, l), F2 in zip(hkl, squares, strict=True)]
+    columns = ["index_h", "index_k", "index_l", "F_squared_meas", "F_squared_sigma"]
+    path.write_text(model + "loop_\n" + "".join(f"_refln_{c}\n" for c in columns) + "".join(rows))
+
+    atoms, found = maps.scattering_atoms(read_structure(path)), read_amplitudes(path)
+    np.testing.assert_array_equal(found.hkl, hkl)
+    assert found.cell == grid.cell
+    blur = atoms.needed_blur(0.25)
+    rho = maps.density_map(atoms.blurred(blur), grid).grid.array
+    F_calc = structure_factors(np.array(rho), found.hkl, grid.matrix, blur=blur)
+    scale = fit_scale(found.F, F_calc, found.hkl, grid)
+    # The map is drawn to four sigma.
+    assert scale.k_overall == pytest.approx(3.0, rel=1e-3)
+    np.testing.assert_allclose(scale.U_aniso, U_aniso, atol=1e-4)
