@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from fusedops._frame.arrays import ArrayT, namespace
+from fusedops._frame.check import of_shape
 from fusedops.maps import MapGrid
 from fusedops.structure import Structure, StructureError, _gemmi, _numbered, _read_source
 
@@ -269,6 +270,11 @@ def k_mask(s: ArrayT, k_sol: Any, B_sol: Any) -> ArrayT:
     -------
     array or tensor (M,)
 
+    Raises
+    ------
+    ValueError
+        `s` has another shape.
+
     References
     ----------
     A. Fokine & A. Urzhumtsev, "Flat bulk-solvent model: obtaining optimal parameters", Acta Cryst.
@@ -280,6 +286,7 @@ def k_mask(s: ArrayT, k_sol: Any, B_sol: Any) -> ArrayT:
     >>> k_mask(np.array([[0, 0, 0], [0, 0.1, 0]]), 0.35, 46.0).round(3).tolist()
     [0.35, 0.312]
     """
+    of_shape("k_mask", "s", s, ("M", 3))
     return k_sol * namespace(s).exp(-B_sol / 4 * (s * s).sum(-1))
 
 
@@ -298,6 +305,11 @@ def k_total(s: ArrayT, k_overall: Any, U_aniso: Any) -> ArrayT:
     -------
     array or tensor (M,)
 
+    Raises
+    ------
+    ValueError
+        `s` or `U_aniso` has another shape.
+
     References
     ----------
     P. V. Afonine et al., "Bulk-solvent and overall scaling revisited: faster calculations, improved
@@ -309,6 +321,9 @@ def k_total(s: ArrayT, k_overall: Any, U_aniso: Any) -> ArrayT:
     >>> k_total(np.array([[0, 0, 0], [0, 0.2, 0]]), 2.0, [0, 0.1, 0, 0, 0, 0]).round(3).tolist()
     [2.0, 1.848]
     """
+    of_shape("k_total", "s", s, ("M", 3))
+    if len(U_aniso) != 6:
+        raise ValueError(f"k_total: U_aniso has {len(U_aniso)} numbers; it should have 6")
     x, y, z = s[:, 0], s[:, 1], s[:, 2]
     products = x * x, y * y, z * z, 2 * x * y, 2 * x * z, 2 * y * z
     exponent = sum(product * U for product, U in zip(products, U_aniso, strict=True))
@@ -378,7 +393,8 @@ def fit_scale(
     gemmi = _gemmi()
     if grid.spacegroup is None:
         raise ValueError("fit_scale: grid is of a box; it should be of a crystal")
-    hkl = np.ascontiguousarray(hkl, np.int32)
+    hkl = np.asarray(hkl, np.int32)
+    of_shape("fit_scale", "hkl", hkl, ("M", 3))
     arrays = {"observed": observed, "F_calc": F_calc}
     if F_mask is not None:
         arrays["F_mask"] = F_mask

@@ -24,14 +24,19 @@ def rows(columns, structure):
 
 
 def test_means_over_alike_atoms(load):
-    # Both molecules are C-C-O, and a bond's ideal and sigma are of both.
+    # Two molecules are C-C-O, and a bond's ideal and sigma are of both; the third is another.
     structure = load(
-        pdb("LIG 1 C1 0 0 0 C2 1.5 0 0 O3 1.5 1.4 0", "LIG 2 C4 9 0 0 C5 10.6 0 0 O6 10.6 1.4 0")
+        pdb(
+            "LIG 1 C1 0 0 0 C2 1.5 0 0 O3 1.5 1.4 0",
+            "LIG 2 C4 9 0 0 C5 10.6 0 0 O6 10.6 1.4 0",
+            "XYZ 3 C7 19 0 0 C8 20.3 0 0",
+        )
     )
     found = derive_geometry(structure)
     bonds = rows(found.columns["bonds"], structure)
-    assert list(bonds) == ["C1 C2", "C2 O3", "C4 C5", "C5 O6"]
-    np.testing.assert_allclose(list(bonds.values()), 2 * [[1.55, 0.05], [1.4, 0.02]])
+    assert list(bonds) == ["C1 C2", "C2 O3", "C4 C5", "C5 O6", "C7 C8"]
+    want = [*2 * [[1.55, 0.05], [1.4, 0.02]], [1.3, 0.02]]
+    np.testing.assert_allclose(list(bonds.values()), want)
     angles = rows(found.columns["angles"], structure)
     assert list(angles) == ["C1 C2 O3", "C4 C5 O6"]
     np.testing.assert_allclose(list(angles.values()), 2 * [[90, 2]])

@@ -103,6 +103,15 @@ def test_reflections_that_are_not_observed_do_not_count():
     assert found.k_overall == pytest.approx(2.0, rel=1e-5)
 
 
+def test_refusals_of_scales():
+    with pytest.raises(ValueError, match=r"k_mask: s has shape \(3,\); it should be \(M, 3\)"):
+        k_mask(np.zeros(3), 0.35, 46.0)
+    with pytest.raises(ValueError, match=r"k_total: s has shape \(5,\); it should be \(M, 3\)"):
+        k_total(np.zeros(5), 1.0, np.zeros(6))
+    with pytest.raises(ValueError, match="k_total: U_aniso has 3 numbers; it should have 6"):
+        k_total(np.zeros((5, 3)), 1.0, np.zeros(3))
+
+
 def test_refusals_of_a_fit():
     grid, hkl, s, F_calc, F_mask = crystal("P 2 3")
     observed = abs(F_calc)
@@ -116,6 +125,8 @@ def test_refusals_of_a_fit():
     fails(r"F_mask\[7\] is \(?nan.*; it should be finite", F_mask=F_mask * bad)
     fails(r"observed\[0\] is inf; it should be finite", observed=np.inf * observed)
     fails(r"observed has shape \(3,\); it should be \(\d+,\), as hkl", observed=observed[:3])
+    with pytest.raises(ValueError, match=r"hkl has shape \(\d+,\); it should be \(M, 3\)"):
+        fit_scale(observed, F_calc, hkl[:, 0], grid)
     fails("observed has 0 amplitudes; it should have at least 4", np.nan * observed, F_mask=F_mask)
     fails("observed has 0 amplitudes; it should have at least 2", np.nan * observed)
     fails("grid is of a box; it should be of a crystal", grid=maps.box_grid(s, 0.5, 1.0))
