@@ -384,10 +384,10 @@ def _periodic(periods: Any, opposite: Any) -> dict[str, np.ndarray]:
 def derive_geometry(structure: Structure) -> ModelGeometry:
     """Derive restraints of a structure's geometry from itself, where no monomer library is at hand.
 
-    Two atoms are bonded if they are no further apart than their covalent radii and 0.4 Å. The ideal
-    of a bond, an angle or a chiral volume is the mean over all that are like it in the structure;
-    the sigma is their standard deviation, but at least 0.02 Å, 2° or 0.2 Å³. Atoms are alike if
-    they are of one element, and bonded to the same elements.
+    Two atoms, unless both are hydrogens, are bonded if they are no further apart than their
+    covalent radii and 0.4 Å. The ideal of a bond, an angle or a chiral volume is the mean over all
+    that are like it in the structure; the sigma is their standard deviation, but at least 0.02 Å,
+    2° or 0.2 Å³. Atoms are alike if they are of one element, and bonded to the same elements.
 
     Parameters
     ----------
