@@ -1,4 +1,4 @@
-"""Restraints from monomer libraries, and planes of ligands from restraint CIFs."""
+"""Restraints from monomer libraries or a structure itself, and planes from restraint CIFs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,15 @@ from fusedops.structure import (
     SIGMA,
     Structure,
     StructureError,
+    _alt,
     _gemmi,
+    _numbered,
     _read_source,
 )
 
 __all__ = [
     "ModelGeometry",
+    "derive_geometry",
     "find_contacts",
     "read_geometry",
     "read_monomers",
@@ -42,6 +46,11 @@ _LINKS = "links_and_mods.cif", "list/mon_lib_list.cif"
 # of cis peptides, before proline and others.
 _CHIRAL_SIGMA, _B_SIGMA = 0.2, 2.0
 _CIS_PROLINE, _CIS = 0.05, 0.0005
+
+# The most that bonded atoms are apart beyond their covalent radii, and the longest bond, Å.
+_BOND_SLACK, _LONGEST_BOND = 0.4, 4.0
+# The least sigmas of derived bonds, Å, and angles, degrees; and the volume of a flat centre, Å³.
+_BOND_SIGMA, _ANGLE_SIGMA, _FLAT = 0.02, 2.0, 1.0
 
 # TorchRef's standard deviation of contacts, and its distance of hydrogen bonds, Å.
 _CONTACT_SIGMA, _HYDROGEN_BOND = 0.3, 2.85
@@ -372,6 +381,161 @@ def _periodic(periods: Any, opposite: Any) -> dict[str, np.ndarray]:
     return {"periods": np.array(periods, np.int64), "opposite": np.array(opposite, np.float64)}
 
 
+def derive_geometry(structure: Structure) -> ModelGeometry:
+    """Derive restraints of a structure's geometry from itself, where no monomer library is at hand.
+
+    Two atoms, unless both are hydrogens, are bonded if they are no further apart than their
+    covalent radii and 0.4 Å. The ideal of a bond, an angle or a chiral volume is the mean over all
+    that are like it in the structure; the sigma is their standard deviation, but at least 0.02 Å,
+    2° or 0.2 Å³. Atoms are alike if they are of one element, and bonded to the same elements.
+
+    Parameters
+    ----------
+    structure : Structure
+        From `fusedops.structure.read_structure`, with a geometry worth keeping: of a model of
+        better resolution than the data. Alternative conformations have restraints each, which
+        share the atoms without alternatives; none joins two of them. Atoms whose occupancy is zero
+        are restrained as others are.
+
+    Returns
+    -------
+    ModelGeometry
+        As of `read_geometry`, but without torsions: `fusedops.structure.planar_groups` keeps planes
+        flat. Residues without bonds, such as waters, count as skipped. Warnings have the numbers of
+        bonds to images in the crystal, and of pairs of atoms at one place, which have no
+        restraints. No description says which atoms a residue should have, so none are missing.
+
+    Raises
+    ------
+    ImportError
+        gemmi isn't installed.
+
+    References
+    ----------
+    F. Long et al., "AceDRG: a stereochemical description generator for ligands", Acta Cryst. D73
+    (2017) 112-122, whose ideals are means over alike atoms in a database; and B. Cordero et al.,
+    "Covalent radii revisited", Dalton Trans. (2008) 2832-2838.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> from fusedops.structure import read_structure
+    >>> geometry = derive_geometry(read_structure(files("fusedops") / "data/1ubi.pdb"))
+    >>> geometry.columns["bonds"]["indices"].shape, geometry.skipped
+    ((608, 2), Counter({'HOH': 81}))
+    """
+    copy, xyz = _numbered(structure), structure.xyz
+    residues = [residue for chain in copy[0] for residue in chain]
+    listed = [atom for residue in residues for atom in residue]
+    atoms = sorted(listed, key=lambda atom: atom.serial)
+    hydrogen = np.array([atom.is_hydrogen() for atom in atoms])
+    bonds, warnings = _find_bonds(copy)
+    bonds = bonds[~hydrogen[bonds].all(axis=1)]
+    bonded = _Bonded([atom.element.name for atom in atoms], [_alt(atom) for atom in atoms], bonds)
+    lengths = np.linalg.norm(xyz[bonds[:, 1]] - xyz[bonds[:, 0]], axis=1)
+    angles = bonded.rows(2)
+    arms = xyz[angles[:, 1:]] - xyz[angles[:, :1]]
+    cosines = np.prod(arms, axis=1).sum(-1) / np.linalg.norm(arms, axis=2).prod(-1)
+    degrees = np.degrees(np.arccos(np.clip(cosines, -1, 1)))
+    centres = bonded.rows(3)
+    centres = centres[~hydrogen[centres].any(axis=1)]
+    volumes = np.linalg.det(xyz[centres[:, 1:]] - xyz[centres[:, :1]])
+    centres[volumes < 0] = centres[volumes < 0][:, [0, 2, 1, 3]]
+    centres, volumes = (each[abs(volumes) > _FLAT] for each in (centres, abs(volumes)))
+    heavy = bonds[~hydrogen[bonds].any(axis=1)]
+    columns = {
+        "bonds": {"indices": bonds, **_alike(bonded.kinds(bonds), lengths, _BOND_SIGMA)},
+        "angles": {
+            "indices": angles[:, [1, 0, 2]],
+            **_alike(bonded.kinds(angles), degrees, _ANGLE_SIGMA),
+        },
+        "chirals": {
+            "indices": centres,
+            **_alike(bonded.kinds(centres), volumes, _CHIRAL_SIGMA),
+        },
+        "b_pairs": {"indices": heavy, "sigmas": np.full(len(heavy), _B_SIGMA)},
+    }
+    lone = [not any(bonded.to[atom.serial] for atom in residue) for residue in residues]
+    skipped = Counter(
+        [residue.name for residue, alone in zip(residues, lone, strict=True) if alone]
+    )
+    return ModelGeometry(columns, skipped, [], Counter(), warnings)
+
+
+def _find_bonds(structure: Any) -> tuple[np.ndarray, list[str]]:
+    """Return pairs of serial numbers of bonded atoms, and warnings of pairs that are left out."""
+    gemmi = _gemmi()
+    search = gemmi.NeighborSearch(structure[0], structure.cell, _LONGEST_BOND).populate()
+    contacts = gemmi.ContactSearch(_LONGEST_BOND)
+    contacts.setup_atomic_radii(1.0, _BOND_SLACK)
+    contacts.ignore = gemmi.ContactSearch.Ignore.Nothing
+    contacts.special_pos_cutoff_sq = 0
+    pairs, left_out = set(), Counter[str]()
+    for found in contacts.find_contacts(search):
+        first, second = found.partner1.atom, found.partner2.atom
+        i, j = sorted((first.serial, second.serial))
+        # An atom meets itself, and its image on a special position.
+        if i == j and found.dist < _SPECIAL:
+            continue
+        if abs(first.pos.dist(second.pos) - found.dist) > 1e-3:
+            left_out["bonds to images in the crystal"] += 1
+        elif found.dist == 0:
+            left_out["pairs of atoms at one place"] += 1
+        else:
+            pairs.add((i, j))
+    warnings = [f"{count} {what} have no restraints" for what, count in left_out.items()]
+    return np.array(sorted(pairs), np.int64).reshape(-1, 2), warnings
+
+
+class _Bonded:
+    """Atoms by element and alternative, with the atoms that each is bonded to."""
+
+    def __init__(self, elements: list[str], alts: list[str], bonds: np.ndarray) -> None:
+        self.elements, self.alts = elements, alts
+        self.to: list[list[int]] = [[] for _ in elements]
+        for i, j in bonds.tolist():
+            self.to[i].append(j)
+            self.to[j].append(i)
+
+    def rows(self, ends: int) -> np.ndarray:
+        """Return all rows of a centre and atoms bonded to it that are of one alternative."""
+        rows = [
+            (centre, *some)
+            for centre, bonded in enumerate(self.to)
+            for some in combinations(bonded, ends)
+            if len(self.named((centre, *some))) < 2
+        ]
+        return np.array(rows, np.int64).reshape(-1, 1 + ends)
+
+    def named(self, atoms: Iterable[int]) -> set[str]:
+        """Return the alternatives of atoms that have one."""
+        return {self.alts[i] for i in atoms} - {""}
+
+    def kinds(self, rows: np.ndarray) -> list[str]:
+        """Return a name for each row, which is the same for rows of alike atoms."""
+        names = []
+        for centre, *ends in rows.tolist():
+            alt = min(self.named([centre, *ends]), default="")
+            kinds = [self.kind(centre, alt), *sorted([self.kind(i, alt) for i in ends])]
+            # Either end of a bond may be its centre.
+            names.append(" ".join(kinds if len(ends) > 1 else sorted(kinds)))
+        return names
+
+    def kind(self, atom: int, alt: str) -> str:
+        """Return an atom's element, and the elements that it is bonded to in an alternative."""
+        alt = alt or min(self.named(self.to[atom]), default="")
+        bonded = [self.elements[i] for i in self.to[atom] if self.alts[i] in ("", alt)]
+        return f"{self.elements[atom]}({','.join(sorted(bonded))})"
+
+
+def _alike(kinds: list[str], values: np.ndarray, least: float) -> dict[str, np.ndarray]:
+    """Return ideals and sigmas: the mean and the standard deviation of values of each kind."""
+    _, place, count = np.unique(np.array(kinds, str), return_inverse=True, return_counts=True)
+    ideals = (np.bincount(place, values) / count)[place]
+    variances = (np.bincount(place, np.square(values - ideals)) / count)[place]
+    return {"ideals": ideals, "sigmas": np.maximum(np.sqrt(variances), least)}
+
+
 def find_contacts(
     structure: Structure,
     bonds: np.ndarray,
@@ -422,14 +586,10 @@ def find_contacts(
     True
     """
     gemmi = _gemmi()
-    copy = structure.gemmi.clone()
+    order = structure._order.tolist()
+    copy = _numbered(structure, xyz)
     model, cell = copy[0], copy.cell
     atoms = [atom for chain in model for residue in chain for atom in residue]
-    order = structure._order.tolist()
-    for atom, number in zip(atoms, order, strict=True):
-        atom.serial = number
-        if xyz is not None:
-            atom.pos = gemmi.Position(*xyz[number])
     search = gemmi.NeighborSearch(model, cell, within).populate(include_h=False)
     contacts = gemmi.ContactSearch(within)
     contacts.ignore = gemmi.ContactSearch.Ignore.Nothing

@@ -11,7 +11,7 @@ import re
 import secrets
 import zlib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -311,6 +311,9 @@ class PlanarGroups:
         Water molecules, which have no planes.
     skipped : collections.Counter
         The number of residues without known planes, by name.
+    incomplete : list of str
+        The labels of side chains and bases, or of their conformers, whose planes are left out
+        because the model lacks atoms of them.
 
     Examples
     --------
@@ -324,6 +327,7 @@ class PlanarGroups:
     labels: list[list[str]]
     waters: int
     skipped: Counter[str]
+    incomplete: list[str] = field(default_factory=list)
 
     def __repr__(self) -> str:
         skipped = self.skipped.total()
@@ -354,7 +358,8 @@ def planar_groups(
 
     Hydrogens belong to no plane. Each alternative conformation that occurs among the atoms of a
     plane gives a plane of its own. Atoms without one belong to all of these planes, also across
-    two residues at the same position. Any other plane that lacks an atom is left out.
+    two residues at the same position. Any other plane that lacks an atom is left out, and of a side
+    chain or a base listed as incomplete.
 
     Parameters
     ----------
@@ -369,8 +374,8 @@ def planar_groups(
     Returns
     -------
     PlanarGroups
-        Indices (P, n) int64 and sigmas (P,) or (P, n) float64 in Å per group size, labels, and
-        counts of skipped residues.
+        Indices (P, n) int64 and sigmas (P,) or (P, n) float64 in Å per group size, labels, counts
+        of skipped residues, and planes that lack atoms.
 
     Raises
     ------
@@ -416,6 +421,7 @@ def planar_groups(
     # Two definitions may list the same atoms in another order.
     planes: dict[frozenset[int], _Plane] = {}
     skipped: Counter[str] = Counter()
+    incomplete: list[str] = []
     waters = 0
     for chain in _positions(structure):
         for left, right in pairwise(chain):
@@ -435,6 +441,7 @@ def planar_groups(
             if given is None and residue.name in _PLANES:
                 what, names = _PLANES[residue.name]
                 known.append((what, dict.fromkeys(names.split(), sigma)))
+                incomplete += residue.incomplete(what, names.split())
             for what, sigmas in known:
                 residue.add_planes(planes, what, sigmas)
             fits = given == {}
@@ -462,6 +469,7 @@ def planar_groups(
         [[plane.label for plane in group] for group in by_size.values()],
         waters,
         skipped,
+        incomplete,
     )
 
 
@@ -502,6 +510,13 @@ class _Residue:
             plane = _Plane(atoms, f"{self.label} {what}{alt}", list(sigmas.values()))
             planes.setdefault(frozenset(atoms), plane)
         return bool(found)
+
+    def incomplete(self, what: str, names: Iterable[str]) -> list[str]:
+        """Return the labels of the conformers of a plane that lack an atom."""
+        atoms = self.find(names)
+        alts = set().union(*atoms) - {""} or {""}
+        lacking = [alt for alt in sorted(alts) if not all(alt in a or "" in a for a in atoms)]
+        return [f"{self.label} {what}" + (f" alt {alt}" if alt else "") for alt in lacking]
 
 
 def _positions(structure: Structure) -> Iterator[list[list[_Residue]]]:
@@ -564,6 +579,18 @@ def _atoms(model: Any) -> tuple[list[int], np.ndarray, list[str]]:
                 alt = _alt(atom)
                 labels.append(f"{prefix} {atom.name}.{alt}" if alt else f"{prefix} {atom.name}")
     return serials, np.array(xyz).reshape(-1, 3), labels
+
+
+def _numbered(structure: Structure, xyz: np.ndarray | None = None) -> Any:
+    """Return a copy of gemmi's object, with the atoms' numbers as serials, and new coordinates."""
+    gemmi = _gemmi()
+    copy = structure.gemmi.clone()
+    atoms = (atom for chain in copy[0] for residue in chain for atom in residue)
+    for atom, number in zip(atoms, structure._order.tolist(), strict=True):
+        atom.serial = number
+        if xyz is not None:
+            atom.pos = gemmi.Position(*xyz[number])
+    return copy
 
 
 def _file_order(gemmi_serials: list[int], file_serials: list[int]) -> np.ndarray:

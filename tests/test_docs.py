@@ -75,6 +75,7 @@ PUBLIC = [
     "fusedops.nn",
     "fusedops.restraints",
     "fusedops.samples",
+    "fusedops.scaling",
     "fusedops.structure",
     "fusedops.testing",
     "fusedops.wigner",

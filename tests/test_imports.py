@@ -23,7 +23,8 @@ ROOMS = {
     **dict.fromkeys(("_info", "_swaps", "_version"), "package"),
     "__main__": "cli",
     **dict.fromkeys(("crystal", "distributed", "mapfiles", "maps", "nn", "pairs"), "library"),
-    **dict.fromkeys(("flatness", "restraints", "samples", "structure", "testing"), "library"),
+    **dict.fromkeys(("flatness", "restraints", "samples", "scaling", "structure"), "library"),
+    "testing": "library",
     "_catalogue": "library",
 }
 #: The rooms that each may import, besides itself.

@@ -229,6 +229,19 @@ def test_modified_nucleotides_and_incomplete_bases_have_no_plane(load):
     bases = f"PSU 1 {uracil}", f"U 2 {uracil.replace(' O4', '')}", "U 3 P"
     found = planar_groups(load(pdb(*bases)))
     assert (found.groups, found.labels, found.skipped) == ([], [], {"PSU": 1})
+    assert found.incomplete == ["A/U 2 base", "A/U 3 base"]
+
+
+def test_conformers_that_lack_atoms_are_listed(load):
+    whole, lacking = f"PHE 1 {RING}", f"PHE 2 {RING.replace(' CZ', '')}"
+    # A's atoms are all there; B lacks an atom, of which only A has an alternative.
+    partly = f"PHE 3 {RINGS[0]} CB.B CG.B"
+    shared = f"PHE 4 {RING.replace(' CZ', ' CZ.A CZ.B')}"
+    found = planar_groups(load(pdb(whole, lacking, partly, shared, "ALA 5 N CA")))
+    assert found.incomplete == ["A/PHE 2 ring", "A/PHE 3 ring alt B"]
+    assert [label for group in found.labels for label in group] == [
+        *("A/PHE 1 ring", "A/PHE 3 ring alt A", "A/PHE 4 ring alt A", "A/PHE 4 ring alt B")
+    ]
 
 
 @pytest.mark.parametrize(("distance", "planes"), [(1.99, 1), (2.01, 0)])

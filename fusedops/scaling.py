@@ -1,0 +1,435 @@
+"""Observed amplitudes, bulk solvent, and the scale of structure factors.
+
+The model of the data is F_model = k_total (F_calc + k_mask F_mask). The mask is flat, and fixed
+while atoms move a little; both scales are smooth functions of the scattering vectors, and plain
+functions of arrays or tensors, through which autograd works.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fusedops._frame.arrays import ArrayT, namespace
+from fusedops._frame.check import of_shape
+from fusedops.maps import MapGrid
+from fusedops.structure import Structure, StructureError, _gemmi, _numbered, _read_source
+
+__all__ = [
+    "Amplitudes",
+    "Scale",
+    "fit_scale",
+    "k_mask",
+    "k_total",
+    "read_amplitudes",
+    "solvent_mask",
+]
+
+# Columns of a value and its sigma, of macromolecular and core CIF, with the power of the amplitude.
+_COLUMNS = (
+    ("F_meas_au", "F_meas_sigma_au", 1),
+    ("F_meas", "F_meas_sigma", 1),
+    ("F_meas", "F_sigma", 1),
+    ("F_squared_meas", "F_squared_sigma", 2),
+    ("intensity_meas", "intensity_sigma", 2),
+)
+_STATUS = "status", "observed_status", "include_status"
+# Reflections that were excluded, are systematically absent, or beyond limits of resolution.
+_EXCLUDED = ("x", "-", "h", "l")
+
+
+@dataclass(frozen=True, eq=False)
+class Scale:
+    """The scale of structure factors to observed amplitudes, by the field's names.
+
+    Attributes
+    ----------
+    k_overall : float
+        The factor of all structure factors.
+    U_aniso : (6,) float64 array
+        U11, U22, U33, U12, U13, U23 of all atoms together, Å², in Cartesian coordinates.
+    k_sol : float
+        The density of the solvent, electrons/Å³; 0 without solvent.
+    B_sol : float
+        The blur of its surface, Å².
+
+    Examples
+    --------
+    >>> Scale(2.0)
+    Scale(k_overall=2.0, U_aniso=array([0., 0., 0., 0., 0., 0.]), k_sol=0.0, B_sol=0.0)
+    """
+
+    k_overall: float = 1.0
+    U_aniso: np.ndarray = field(default_factory=lambda: np.zeros(6))
+    k_sol: float = 0.0
+    B_sol: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Amplitudes:
+    """Observed amplitudes of a crystal.
+
+    Attributes
+    ----------
+    hkl : (M, 3) int32 array
+        Miller indices, in the order of the file.
+    F : (M,) float64 array
+        NaN where the file has no value, or excludes it, or has an intensity that isn't positive.
+    sigma : (M,) float64 array
+        Standard deviations; NaN where F is, or where the file has none.
+    free : (M,) bool array
+        Whether a reflection is kept for R free.
+    negative : int
+        The number of reflections whose intensity isn't positive.
+    cell : gemmi.UnitCell
+    spacegroup : gemmi.SpaceGroup or None
+
+    Examples
+    --------
+    >>> import gemmi, numpy as np
+    >>> one, no = np.ones(1), np.zeros(1, bool)
+    >>> Amplitudes(np.ones((1, 3), np.int32), one, one, no, 0, gemmi.UnitCell(), None)
+    Amplitudes(1 reflections, 1 observed, 0 free)
+    """
+
+    hkl: np.ndarray
+    F: np.ndarray
+    sigma: np.ndarray
+    free: np.ndarray
+    negative: int
+    cell: Any
+    spacegroup: Any
+
+    def __repr__(self) -> str:
+        observed = np.isfinite(self.F).sum()
+        return f"Amplitudes({len(self.F)} reflections, {observed} observed, {self.free.sum()} free)"
+
+
+def read_amplitudes(path: str | os.PathLike) -> Amplitudes:
+    """Read observed amplitudes from a CIF of structure factors, of macro- or small molecules.
+
+    Parameters
+    ----------
+    path : str or path-like
+        The file, plain or gzipped: as the Protein Data Bank has it, or a core CIF with a loop of
+        reflections.
+
+    Returns
+    -------
+    Amplitudes
+        Of the first data block with reflections. Amplitudes are preferred to intensities, of which
+        they are the square roots.
+
+    Raises
+    ------
+    StructureError
+        The file can't be read, has no reflections, or has no column of measured values.
+    ImportError
+        gemmi isn't installed.
+
+    References
+    ----------
+    S. R. Hall, F. H. Allen & I. D. Brown, "The crystallographic information file (CIF): a new
+    standard archive file for crystallography", Acta Cryst. A47 (1991) 655-685.
+
+    Examples
+    --------
+    >>> text = "data_NaCl loop_ _refln_index_h _refln_index_k _refln_index_l "
+    >>> text += "_refln_F_squared_meas _refln_F_squared_sigma 1 1 1 400.0 8.0 2 0 0 -1.0 2.0"
+    >>> with open("NaCl.cif", "w") as file:
+    ...     _ = file.write(text)
+    >>> amplitudes = read_amplitudes("NaCl.cif")
+    >>> amplitudes, amplitudes.negative
+    (Amplitudes(2 reflections, 1 observed, 0 free), 1)
+    >>> amplitudes.F.tolist(), amplitudes.sigma.tolist()
+    ([20.0, nan], [0.2, nan])
+    """
+    gemmi = _gemmi()
+    source = _read_source(path)
+    try:
+        document = gemmi.cif.read_string(source)
+        core = [block for block in document if block.find_values("_refln_index_h")]
+        if core:
+            blocks = [gemmi.hkl_cif_as_refln_block(core[0])]
+        else:
+            blocks = [block for block in gemmi.as_refln_blocks(document) if block.default_loop]
+        if not blocks:
+            raise ValueError("it has no reflections (_refln)")
+        block, labels = blocks[0], blocks[0].column_labels()
+        known = [columns for columns in _COLUMNS if columns[0] in labels]
+        if not known:
+            raise ValueError(f"its reflections have no measured value, but {', '.join(labels)}")
+        name, sigma_name, power = next((c for c in known if c[1] in labels), known[0])
+        hkl, values = block.make_miller_array(), block.make_float_array(name)
+        sigma = np.full(len(values), np.nan)
+        if sigma_name in labels:
+            sigma = block.make_float_array(sigma_name)
+    except (ValueError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise StructureError(f"{path}: can't be read as reflections: {reason}") from None
+    loop, status = block.default_loop, np.full(len(values), "o")
+    for column in _STATUS:
+        if column in labels:
+            status = np.array(loop.values[labels.index(column) :: loop.width()])
+            break
+    values[np.isin(status, _EXCLUDED)] = np.nan
+    negative = values <= 0 if power == 2 else np.zeros(len(values), bool)
+    values[negative] = np.nan
+    F = values ** (1 / power)
+    sigma = np.where(np.isnan(F), np.nan, sigma / (power * F ** (power - 1)))
+    return Amplitudes(
+        hkl, F, sigma, status == "f", int(negative.sum()), block.cell, block.spacegroup
+    )
+
+
+def solvent_mask(structure: Structure, grid: MapGrid, xyz: np.ndarray | None = None) -> np.ndarray:
+    """Return the flat mask of a crystal's bulk solvent, by gemmi.
+
+    Parameters
+    ----------
+    structure : Structure
+        From `fusedops.structure.read_structure`. Every alternative conformation takes up room;
+        hydrogens, and atoms whose occupancy is zero, take up none.
+    grid : MapGrid
+        From `fusedops.maps.crystal_grid`.
+    xyz : (N, 3) array, optional
+        Coordinates in Å in place of the structure's.
+
+    Returns
+    -------
+    (nx, ny, nz) float32 array
+        One in the solvent, zero elsewhere, in the whole unit cell: its structure factors, F_mask,
+        need no symmetry operations.
+
+    Raises
+    ------
+    StructureError
+        An atom is of an unknown element, whose radius nobody knows.
+    ValueError
+        The grid is of a box; or coordinates have another shape, or aren't finite.
+
+    Notes
+    -----
+    Radii, a probe of 1.1 Å and a shrinkage of 0.9 Å are those of cctbx.
+
+    References
+    ----------
+    J.-S. Jiang & A. T. Brünger, "Protein hydration observed by X-ray diffraction", J. Mol. Biol.
+    243 (1994) 100-115.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> from fusedops.maps import crystal_grid
+    >>> from fusedops.structure import read_structure
+    >>> ubiquitin = read_structure(files("fusedops") / "data/1ubi.pdb")
+    >>> mask = solvent_mask(ubiquitin, crystal_grid(ubiquitin, 0.7))
+    >>> round(float(mask.mean()), 2)  # of the volume
+    0.15
+    """
+    gemmi = _gemmi()
+    if grid.spacegroup is None:
+        raise ValueError("solvent_mask: grid is of a box; it should be of a crystal")
+    if xyz is not None:
+        xyz = np.asarray(xyz, np.float64)
+        if xyz.shape != structure.xyz.shape or not np.isfinite(xyz).all():
+            raise ValueError(
+                f"solvent_mask: xyz has shape {xyz.shape}; it should be finite, of shape "
+                f"{structure.xyz.shape}"
+            )
+    copy = _numbered(structure, xyz)
+    atoms = [atom for chain in copy[0] for residue in chain for atom in residue]
+    unknown = [atom.serial for atom in atoms if atom.element.atomic_number == 0]
+    if unknown:
+        first = structure.labels[unknown[0]]
+        raise StructureError(f"{structure.path}: {first} is of an unknown element")
+    copy.expand_ncs(gemmi.HowToNameCopiedChain.Dup)
+    mask = gemmi.FloatGrid()
+    mask.set_unit_cell(grid.cell)
+    mask.spacegroup = grid.spacegroup
+    mask.set_size(*grid.shape)
+    gemmi.SolventMasker(gemmi.AtomicRadiiSet.Cctbx).put_mask_on_float_grid(mask, copy[0])
+    return np.array(mask.array)
+
+
+def k_mask(s: ArrayT, k_sol: Any, B_sol: Any) -> ArrayT:
+    r"""Return the factor of the mask's structure factors, k_sol exp(-B_sol s²/4).
+
+    Parameters
+    ----------
+    s : array or tensor (M, 3)
+        Scattering vectors in Å⁻¹, ``hkl @ inv(cell)``.
+    k_sol, B_sol : float, or tensor ()
+        See `Scale`. Those that are tensors have gradients.
+
+    Returns
+    -------
+    array or tensor (M,)
+
+    Raises
+    ------
+    ValueError
+        `s` has another shape.
+
+    References
+    ----------
+    A. Fokine & A. Urzhumtsev, "Flat bulk-solvent model: obtaining optimal parameters", Acta Cryst.
+    D58 (2002) 1387-1392: 0.35 electrons/Å³ and 46 Å² on average.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> k_mask(np.array([[0, 0, 0], [0, 0.1, 0]]), 0.35, 46.0).round(3).tolist()
+    [0.35, 0.312]
+    """
+    of_shape("k_mask", "s", s, ("M", 3))
+    return k_sol * namespace(s).exp(-B_sol / 4 * (s * s).sum(-1))
+
+
+def k_total(s: ArrayT, k_overall: Any, U_aniso: Any) -> ArrayT:
+    r"""Return the factor of all structure factors, k_overall exp(-2π² sᵀ U_aniso s).
+
+    Parameters
+    ----------
+    s : array or tensor (M, 3)
+        See `k_mask`.
+    k_overall : float, or tensor ()
+        See `Scale`. A tensor has a gradient, as `U_aniso` has.
+    U_aniso : array or tensor (6,)
+
+    Returns
+    -------
+    array or tensor (M,)
+
+    Raises
+    ------
+    ValueError
+        `s` or `U_aniso` has another shape.
+
+    References
+    ----------
+    P. V. Afonine et al., "Bulk-solvent and overall scaling revisited: faster calculations, improved
+    results", Acta Cryst. D69 (2013) 625-634.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> k_total(np.array([[0, 0, 0], [0, 0.2, 0]]), 2.0, [0, 0.1, 0, 0, 0, 0]).round(3).tolist()
+    [2.0, 1.848]
+    """
+    of_shape("k_total", "s", s, ("M", 3))
+    if len(U_aniso) != 6:
+        raise ValueError(f"k_total: U_aniso has {len(U_aniso)} numbers; it should have 6")
+    x, y, z = s[:, 0], s[:, 1], s[:, 2]
+    products = x * x, y * y, z * z, 2 * x * y, 2 * x * z, 2 * y * z
+    exponent = sum(product * U for product, U in zip(products, U_aniso, strict=True))
+    return k_overall * namespace(s).exp(-2 * math.pi**2 * exponent)
+
+
+def fit_scale(
+    observed: np.ndarray,
+    F_calc: np.ndarray,
+    hkl: np.ndarray,
+    grid: MapGrid,
+    F_mask: np.ndarray | None = None,
+) -> Scale:
+    """Return the scale that fits structure factors to observed amplitudes best, by gemmi.
+
+    Parameters
+    ----------
+    observed : (M,) array
+        Amplitudes; NaN where there is none, as for reflections that are kept free.
+    F_calc : (M,) complex array
+        Structure factors of the atoms.
+    hkl : (M, 3) array of int
+        Miller indices.
+    grid : MapGrid
+        Its cell and space group, which constrains U_aniso.
+    F_mask : (M,) complex array, optional
+        Structure factors of `solvent_mask`; without them there is no solvent.
+
+    Returns
+    -------
+    Scale
+        The least squares of ``k_total * abs(F_calc + k_mask * F_mask)`` and the amplitudes, which
+        all weigh the same. Where the best k_sol or B_sol is negative, the data have no solvent to
+        fit, and both are zero.
+
+    Raises
+    ------
+    ValueError
+        An array has another shape, fewer amplitudes are observed than parameters are fitted, or a
+        number isn't finite, other than at reflections without an amplitude; or the grid is of a
+        box.
+
+    References
+    ----------
+    ``Scaling`` of gemmi, which minimizes by Levenberg-Marquardt. M. Wojdyr, J. Open Source Softw. 7
+    (2022) 4200.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> import gemmi, numpy as np
+    >>> from fusedops.maps import crystal_grid
+    >>> from fusedops.structure import read_structure
+    >>> grid = crystal_grid(read_structure(files("fusedops") / "data/1ubi.pdb"), 1.0)
+    >>> hkl = gemmi.make_miller_array(grid.cell, grid.spacegroup, 3.0)
+    >>> rng = np.random.default_rng(0)
+    >>> F_calc, F_mask = 100 * (rng.normal(size=(2, len(hkl))) + 1j)
+    >>> s = hkl @ np.linalg.inv(grid.matrix)
+    >>> U_aniso = [0.02, 0.05, -0.01, 0, 0, 0]
+    >>> F_model = k_total(s, 2.0, U_aniso) * (F_calc + k_mask(s, 0.4, 50.0) * F_mask)
+    >>> scale = fit_scale(abs(F_model), F_calc, hkl, grid, F_mask)
+    >>> round(scale.k_overall, 4), scale.U_aniso.round(4).tolist()
+    (2.0, [0.02, 0.05, -0.01, 0.0, 0.0, 0.0])
+    >>> round(scale.k_sol, 4), round(scale.B_sol, 2)
+    (0.4, 50.0)
+    """
+    gemmi = _gemmi()
+    if grid.spacegroup is None:
+        raise ValueError("fit_scale: grid is of a box; it should be of a crystal")
+    hkl = np.asarray(hkl, np.int32)
+    of_shape("fit_scale", "hkl", hkl, ("M", 3))
+    arrays = {"observed": observed, "F_calc": F_calc}
+    if F_mask is not None:
+        arrays["F_mask"] = F_mask
+    for name, array in arrays.items():
+        if np.shape(array) != (len(hkl),):
+            raise ValueError(
+                f"fit_scale: {name} has shape {np.shape(array)}; it should be ({len(hkl)},), as hkl"
+            )
+    seen = ~np.isnan(observed)
+    for name, array in arrays.items():
+        bad = seen & ~np.isfinite(array)
+        if bad.any():
+            first = int(bad.argmax())
+            raise ValueError(f"fit_scale: {name}[{first}] is {array[first]}; it should be finite")
+    of_crystal = grid.cell, grid.spacegroup, np.ascontiguousarray(hkl[seen])
+    # gemmi wants a sigma for each amplitude, which carries no weight in its least squares.
+    data = np.stack([observed[seen], np.ones(seen.sum())], axis=1).astype(np.float32)
+    F = [
+        gemmi.ComplexAsuData(*of_crystal, factors[seen].astype(np.complex64))
+        for factors in (F_calc, F_mask)
+        if factors is not None
+    ]
+    solvent = F_mask is not None
+    scaling = gemmi.Scaling(grid.cell, grid.spacegroup)
+    scaling.use_solvent = solvent
+    if seen.sum() < len(scaling.parameters):
+        raise ValueError(
+            f"fit_scale: observed has {seen.sum()} amplitudes; it should have at least "
+            f"{len(scaling.parameters)}, the number of parameters"
+        )
+    scaling.prepare_points(F[0], gemmi.ValueSigmaAsuData(*of_crystal, data), *F[1:])
+    scaling.fit_isotropic_b_approximately()
+    scaling.fit_parameters()
+    if solvent and min(scaling.k_sol, scaling.b_sol) < 0:
+        return fit_scale(observed, F_calc, hkl, grid)
+    B = np.array(scaling.b_overall.elements_pdb())
+    k_sol, B_sol = (scaling.k_sol, scaling.b_sol) if solvent else (0.0, 0.0)
+    return Scale(scaling.k_overall, B / (8 * math.pi**2), k_sol, B_sol)
