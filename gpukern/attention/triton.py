@@ -25,13 +25,15 @@ import triton.language as tl
 
 from fusedops._frame.check import promoted
 from fusedops._frame.registry import register
-from fusedops.attention.op import MISSING, attention, attention_vjp
+from fusedops.attention.op import attention, attention_vjp
 from gpukern.launch import Launcher, begin_vectors, kernel_of_any_size, power, processors, wide
 from gpukern.precision import of_float32
 
 _LOG2E = tl.constexpr(math.log2(math.e))
 _LN2 = tl.constexpr(math.log(2))
-_MISSING = tl.constexpr(MISSING * math.log2(math.e))
+# A power of 2, which a product with log2(e) doesn't round: in a row without a key, the largest logit
+# less itself is zero also where one rounding serves a product and a difference.
+_MISSING = tl.constexpr(-(2.0**30))
 # Strides are counted in vectors of so many numbers where all are multiples of it.
 _UNIT = 8
 # Mask entries that a program looks at together.
@@ -58,9 +60,9 @@ class Tile(NamedTuple):
 # By kernel, for heads of up to 64 numbers of 16 bits; of others, programs take less.
 _TILES = {
     "forward": Tile(64, 64, 2, 3),
-    "queries": Tile(32, 32, 1, 3),
+    "queries": Tile(64, 64, 2, 3),
     "keys": Tile(32, 32, 1, 3),
-    "bias": Tile(64, 64, 4, 4),
+    "bias": Tile(64, 64, 4, 3),
 }
 
 
@@ -91,12 +93,6 @@ def _store(x, value, row, index, live, head, length, H, D: tl.constexpr, HEAD: t
 @triton.jit
 def _dot(a, b, PRECISION: tl.constexpr):
     return tl.dot(a, b, input_precision=PRECISION)
-
-
-@triton.jit
-def _bias(at):
-    """Load a block of the bias, for logits by powers of 2."""
-    return tl.load(at).to(tl.float32) * _LOG2E
 
 
 @triton.jit
@@ -151,16 +147,16 @@ def _attend(
     if TAIL:
         key = tl.minimum(key, K - 1)
     kt = _load(k, key, k_key, D, HEAD, UNIT).to(TYPE)
-    s = _dot(q, tl.trans(kt), PRECISION) * (SCALE * _LOG2E) + _bias(bias + key[None, :])
+    s = _dot(q, tl.trans(kt), PRECISION) * SCALE + tl.load(bias + key[None, :]).to(tl.float32)
     if MASKED:
         s = tl.where(tl.load(mask + m_key.to(tl.int64) * key)[None, :], s, _MISSING)
     if TAIL:
         s = tl.where(inside[None, :], s, float("-inf"))
     larger = tl.maximum(m, tl.max(s, 1))
     # Rows of which all logits are -inf so far.
-    shift = tl.where(larger == float("-inf"), 0.0, larger)
-    p = tl.exp2(s - shift[:, None])
-    rest = tl.exp2(m - shift)
+    shift = tl.where(larger == float("-inf"), 0.0, larger) * _LOG2E
+    p = tl.exp2(s * _LOG2E - shift[:, None])
+    rest = tl.exp2(m * _LOG2E - shift)
     vt = _load(v, key, v_key, D, HEAD, UNIT).to(TYPE)
     out = out * rest[:, None] + _dot(p.to(TYPE), vt, PRECISION)
     return larger, total * rest + tl.sum(p, 1), out
@@ -219,7 +215,7 @@ def forward(
     if lse is not None:
         # A row without a key counts its logits from zero.
         m = tl.where(m == _MISSING, 0.0, m)
-        tl.store(lse + (row * H + head) * Q + query, (m + tl.log2(total)) * _LN2, mask=live)
+        tl.store(lse + (row * H + head) * Q + query, m + tl.log2(total) * _LN2, mask=live)
 
 
 @triton.jit
@@ -235,10 +231,10 @@ def _slope(
     if TAIL:
         key = tl.minimum(key, K - 1)
     kt = _load(k, key, k_key, D, HEAD, UNIT).to(TYPE)
-    s = _dot(q, tl.trans(kt), PRECISION) * (SCALE * _LOG2E) + _bias(bias + key[None, :])
+    s = _dot(q, tl.trans(kt), PRECISION) * SCALE + tl.load(bias + key[None, :]).to(tl.float32)
     vt = _load(v, key, v_key, D, HEAD, UNIT).to(TYPE)
     slope = _dot(dout, tl.trans(vt), PRECISION) - delta[:, None]
-    ds = tl.exp2(s - normal[:, None]) * slope
+    ds = tl.exp2(s * _LOG2E - normal[:, None]) * slope
     if MASKED:
         there &= tl.load(mask + m_key.to(tl.int64) * key)
     if MASKED or TAIL:
@@ -308,16 +304,42 @@ def queries(
         _store(dq, found * SCALE, row, query, live, head, Q, H, D, HEAD)
 
 
+@triton.jit
+def _gather(
+    start, Q, k, v, q, bias, dout, lse, delta, sums, values, q_query, o_query,
+    SCALE: tl.constexpr, D: tl.constexpr, HEAD: tl.constexpr, QUERIES: tl.constexpr,
+    UNIT: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
+    TAIL: tl.constexpr,
+):  # fmt: skip
+    """Add the part of some queries to the cotangents of keys and values."""
+    query = start + tl.arange(0, QUERIES)
+    inside = query < Q
+    if TAIL:
+        query = tl.minimum(query, Q - 1)
+    qs = _load(q, query, q_query, D, HEAD, UNIT).to(TYPE)
+    s = _dot(k, tl.trans(qs), PRECISION) * SCALE + tl.load(bias + query[None, :]).to(tl.float32)
+    normal = tl.load(lse + query) * _LOG2E
+    if TAIL:
+        normal = tl.where(inside, normal, float("inf"))
+    p = tl.exp2(s * _LOG2E - normal[None, :])
+    do = _load(dout, query, o_query, D, HEAD, UNIT).to(TYPE)
+    values += _dot(p.to(TYPE), do, PRECISION)
+    if SUMS:
+        slope = _dot(v, tl.trans(do), PRECISION) - tl.load(delta + query)[None, :]
+        sums += _dot((p * slope).to(TYPE), qs, PRECISION)
+    return sums, values
+
+
 def keys(
     q, k, v, bias, mask, dout, lse, delta, dk, dv,
     N, H, Q, K,
     q_batch, q_row, q_query, q_head, k_batch, k_row, k_key, k_head, v_batch, v_row, v_key, v_head,
-    b_batch, b_head, b_query, m_batch, m_row, m_key, o_batch, o_row, o_query, o_head,
+    b_batch, b_head, b_key, m_batch, m_row, m_key, o_batch, o_row, o_query, o_head,
     SCALE: tl.constexpr, D: tl.constexpr, HEAD: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, UNIT: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Find dk and dv, with logits of keys by queries."""
+    """Find dk and dv, with logits of keys by queries, and so with the transpose of the bias."""
     program, tiles = tl.program_id(0), tl.cdiv(K, KEYS)
     head = (program // tiles % H).to(tl.int64)
     row = (program // (tiles * H)).to(tl.int64)
@@ -328,26 +350,25 @@ def keys(
     k = _at(k, batch, n, head, k_batch, k_row, k_head, UNIT)
     v = _at(v, batch, n, head, v_batch, v_row, v_head, UNIT)
     dout = _at(dout, batch, n, head, o_batch, o_row, o_head, UNIT)
-    bias += (batch * b_batch + head * b_head) * UNIT + key[:, None]
+    bias += (batch * b_batch + head * b_head) * UNIT
+    bias += b_key.to(tl.int64) * key[:, None] * UNIT
     lse += (row * H + head) * Q
     delta += (row * H + head) * Q
     ks = _load(k, key, k_key, D, HEAD, UNIT).to(TYPE)
     vs = _load(v, key, v_key, D, HEAD, UNIT).to(TYPE)
     sums = tl.zeros([KEYS, HEAD], tl.float32)
     values = tl.zeros([KEYS, HEAD], tl.float32)
-    for step in range(tl.cdiv(Q, QUERIES) if STEPS is None else STEPS):
-        i = step * QUERIES + tl.arange(0, QUERIES)
-        query = tl.minimum(i, Q - 1)
-        qs = _load(q, query, q_query, D, HEAD, UNIT).to(TYPE)
-        at = bias + b_query.to(tl.int64) * query[None, :] * UNIT
-        s = _dot(ks, tl.trans(qs), PRECISION) * (SCALE * _LOG2E) + _bias(at)
-        normal = tl.where(i < Q, tl.load(lse + query) * _LOG2E, float("inf"))
-        p = tl.exp2(s - normal[None, :])
-        do = _load(dout, query, o_query, D, HEAD, UNIT).to(TYPE)
-        values += _dot(p.to(TYPE), do, PRECISION)
-        if dk is not None:
-            slope = _dot(vs, tl.trans(do), PRECISION) - tl.load(delta + query)[None, :]
-            sums += _dot((p * slope).to(TYPE), qs, PRECISION)
+    whole = Q // QUERIES
+    for step in range(whole if STEPS is None else STEPS):
+        sums, values = _gather(
+            step * QUERIES, Q, ks, vs, q, bias, dout, lse, delta, sums, values, q_query, o_query,
+            SCALE, D, HEAD, QUERIES, UNIT, TYPE, PRECISION, dk is not None, False,
+        )  # fmt: skip
+    if whole * QUERIES < Q:
+        sums, values = _gather(
+            whole * QUERIES, Q, ks, vs, q, bias, dout, lse, delta, sums, values, q_query, o_query,
+            SCALE, D, HEAD, QUERIES, UNIT, TYPE, PRECISION, dk is not None, True,
+        )  # fmt: skip
     if mask is not None:
         mask += batch * m_batch + n * m_row
         there = tl.load(mask + m_key.to(tl.int64) * key)[:, None]
@@ -385,7 +406,7 @@ def bias(
     dout = _at(dout, batch, n, head, o_batch, o_row, o_head, UNIT)
     bias += (batch * b_batch + head * b_head) * UNIT
     bias += b_query.to(tl.int64) * query[:, None] * UNIT + key[None, :]
-    b = _bias(bias)
+    b = tl.load(bias).to(tl.float32) * _LOG2E
     if mask is not None:
         mask += batch * m_batch + n * m_row + m_key.to(tl.int64) * key
     at = ((batch * N + n) * H + head) * Q + query
@@ -467,7 +488,7 @@ class _Call:
             if integers:
                 steps = self.N // integers[-1]
             elif name == "keys":
-                steps = -(-self.Q // tile.queries)
+                steps = self.Q // tile.queries
         constants = *self.constants, *tile[:2], unit, *self.types, steps
         dtypes = [None if array is None else array.dtype for array in arrays]
         key = q.device, *dtypes, wide(*given), *constants
@@ -507,6 +528,8 @@ def triangle_attention_vjp(a: Any, y: Any) -> None:
     if y.dbias is not None:
         _bias_gradient(call, lse, delta, y.dbias)
     if y.dk is not None or y.dv is not None:
+        # Its kernel takes numbers of neighbouring queries together.
+        call.arrays[3] = call.arrays[3].swapaxes(2, 3).contiguous()
         tile = call.tile("keys")
         programs = call.programs(call.K, tile.keys)
         call.launch("keys", programs, tile, (lse, delta, y.dk, y.dv))
