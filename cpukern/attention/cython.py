@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from cpukern import isa
+from cpukern.attention.parts import parts_of
 from cpukern.layout import laid_out
 from fusedops._frame.registry import register
 from fusedops._host.threads import threads_for
@@ -15,8 +16,6 @@ from fusedops.attention.op import MISSING
 _attention = isa.load("attention")
 # Products of a query's and a key's channels that are worth waking a thread for.
 _GRAIN = 1 << 18
-# The shares of a backward's work that have sums of their own for the bias's gradient.
-_PARTS = 32
 
 
 def _arguments(a: Any) -> tuple[Any, ...]:
@@ -47,8 +46,8 @@ def triangle_attention_vjp(a: Any, y: Any) -> None:
             if dx is not None:
                 dx[...] = 0
         return
-    batch, rows, queries, heads, _ = a.q.shape
-    parts = min(rows, -(-_PARTS // (batch * heads)))
+    batch, _, queries, heads, _ = a.q.shape
+    parts = parts_of(a)
     sums = (batch, heads, parts, queries, a.k.shape[2])
     _attention.backward(
         *_arguments(a),
