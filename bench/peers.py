@@ -1069,6 +1069,38 @@ def cuequivariance(problem: Problem, cotangent: Any) -> Steps:
     return _steps_with_products(update, problem, cotangent)
 
 
+@peer("torch SDPA", "triangle_attention")
+def sdpa(problem: Problem, cotangent: Any) -> Steps:
+    """Torch's attention, with the bias as a mask that rows share."""
+    from torch.nn import functional as F
+
+    def attend(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        rows = [x.transpose(2, 3).flatten(0, 1) for x in (q, k, v)]
+        shared = bias.unsqueeze(1).expand(-1, q.shape[1], -1, -1, -1).flatten(0, 1)
+        out = F.scaled_dot_product_attention(*rows, attn_mask=shared)
+        return out.unflatten(0, q.shape[:2]).transpose(2, 3)
+
+    return _steps(attend, problem, cotangent)
+
+
+@peer(
+    "cuEquivariance",
+    "triangle_attention",
+    package="cuequivariance_torch",
+    devices=("cuda",),
+    quick=False,
+)
+def cuequivariance_attention(problem: Problem, cotangent: Any) -> Steps:
+    from cuequivariance_torch import triangle_attention
+
+    def attend(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        rows = (x.transpose(2, 3) for x in (q, k, v))
+        # Its kernels for GPUs before Blackwell convert another bias, and warn of it.
+        return triangle_attention(*rows, bias.unsqueeze(1).float()).transpose(2, 3)
+
+    return _steps(attend, problem, cotangent)
+
+
 def versions() -> dict[str, str]:
     """Return the versions of the peers' packages that are installed."""
     found = {}

@@ -695,6 +695,23 @@ def _update(
     return Problem(op, arguments | options, leaves, shape, work)
 
 
+def _attention(
+    source: Source, residues: int, *, batch: int = 1, heads: int = 4, channels: int = 32
+) -> Problem:
+    """Triangle attention without a mask, of AlphaFold 3's heads."""
+    N, B, H, D = residues, batch, heads, channels
+    arguments = {name: source.normal(B, N, N, H, D) for name in "qkv"}
+    arguments["bias"] = source.normal(B, H, N, N)
+    edges, bias = source.bytes(arguments["q"]), source.bytes(arguments["bias"])
+    # Forward two products, of queries and keys and of shares and values; backward five.
+    products, logits = 2 * B * H * N**3 * D, B * H * N**3
+    forward = Work(4 * edges + bias, 2 * products, logits)
+    backward = Work(8 * edges + 2 * bias, 5 * products, logits)
+    shape = {"N": N, "B": B, "H": H, "D": D}
+    leaves, work = tuple(arguments), _work(forward, backward)
+    return Problem(fusedops.triangle_attention, arguments, leaves, shape, work)
+
+
 def _planarity_workloads() -> Iterator[Workload]:
     op = fusedops.planarity_nll
     cpu = Workload(op, "protein", _planarity, 1, "planes", 100, "cpu")
@@ -908,6 +925,19 @@ def _trimul_workloads() -> Iterator[Workload]:
         yield replace(program, size=384)
 
 
+def _attention_workloads() -> Iterator[Workload]:
+    # Gradients are differences of sums of exponentials, whose logits are rounded.
+    op, terms = fusedops.triangle_attention, (512, 2048)
+    cpu = Workload(op, "AlphaFold 3", _attention, 64, "residues", 20, "cpu", terms=terms)
+    for N in (64, 128, 256):
+        yield replace(cpu, size=N, quick=N == 64)
+    yield replace(cpu, size=128, dtype="bfloat16")
+    for N in (128, 256, 512, 768):
+        gpu = replace(cpu, size=N, device="cuda", quick=N == 128)
+        yield gpu
+        yield replace(gpu, dtype="bfloat16")
+
+
 #: Ops on the edges of a graph.
 ON_EDGES = (
     fusedops.node_to_edge_wigner_permute,
@@ -949,6 +979,7 @@ def _tiny_workloads(others: Iterable[Workload]) -> Iterator[Workload]:
     yield call(fusedops.gaussian_density, atoms)
     update = partial(_update, channels=8, hidden=8)
     yield call(fusedops.triangle_multiplicative_update, update, 2)
+    yield call(fusedops.triangle_attention, partial(_attention, heads=1, channels=4), 2)
 
 
 _LARGER = (
@@ -961,6 +992,7 @@ _LARGER = (
     *_scatter_workloads(),
     *_density_workloads(),
     *_trimul_workloads(),
+    *_attention_workloads(),
 )
 
 #: Every call that is timed.
@@ -1013,6 +1045,8 @@ def _growing(device: str) -> Iterator[tuple[Workload, tuple[int, ...]]]:
         of(fusedops.triangle_multiplicative_update, "Boltz", update, "residues", dtype=dtype),
         powers,
     )
+    rows = _attention if gpu else partial(_attention, heads=1, channels=8)
+    yield of(fusedops.triangle_attention, "AlphaFold 3", rows, "residues", dtype=dtype), powers
 
 
 #: A kind of problem of every op with sizes over three decades, by device.

@@ -53,7 +53,7 @@ def cases() -> list[Case]:
 
         # The gradient of a softmax is a difference, of exponentials of rounded logits.
         found.append(Case(name, attention, lambda: make(False), 512))
-        found.append(Case(name, attention_vjp, lambda: make(True), 1024))
+        found.append(Case(name, attention_vjp, lambda: make(True), 2048))
 
     add("attention", (1, 5, 37, 37, 2, 32), masked=True)
     add("attention-bare", (1, 3, 19, 19, 1, 16), masked=False)
@@ -90,7 +90,7 @@ def examples() -> list[Example]:
             large=(2, 9, 40, 70, 3, 8),
             # torch.compile would keep equal sizes equal, so they differ.
             others=((4, 9, 11, 13, 3, 7), (6, 5, 14, 12, 3, 7), (5, 8, 17, 10, 3, 7)),
-            terms=1024,
+            terms=2048,
             slow=True,
             bounded=("q", "k", "bias"),
         )

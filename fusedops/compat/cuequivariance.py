@@ -6,8 +6,9 @@ r"""cuEquivariance's functions of pair representations, with its arguments.
     +from fusedops.compat.cuequivariance import triangle_attention, triangle_multiplicative_update
 
 `register` puts them in the place of the package, for Boltz, OpenFold 3, Protenix and others. They
-run on any device of torch, for any number of residues. The update is ours; attention is torch's
-``scaled_dot_product_attention``, for so many rows at a time that no array has N³ elements.
+run on any device of torch, for any number of residues. The update and triangle attention are ours;
+attention of tokens is torch's ``scaled_dot_product_attention``, for so many samples at a time that
+their logits stay small.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ from fusedops._frame.check import (
     refuse,
     same_device,
 )
+from fusedops.attention.op import MISSING
 from fusedops.compat._packages import Package
 from fusedops.compat.causal_conv1d import need_float, need_integers, need_tensor
 from fusedops.nn import autocast_precision
-from fusedops.pairs import absent_keys, autocasts, by_torch, expanded, in_parts
+from fusedops.pairs import autocasts, by_torch, expanded, in_parts
 
 __all__ = [
     "TriMulPrecision",
@@ -51,8 +53,6 @@ __all__ = [
 
 #: The most bytes of logits, their softmax and gradients at one time.
 _MEMORY = 2**31
-#: cuEquivariance's logit of a key that is missing.
-_MISSING = -1e9
 
 
 class TriMulPrecision(enum.IntEnum):
@@ -224,9 +224,23 @@ def _statistics(q: Any, k: Any, bias: Any, present: Any = None, *, scale: float 
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     logits = factor * (q.to(accumulator) @ k.to(accumulator).mT) + bias
     if present is not None:
-        logits = torch.where(present, logits, _MISSING)
+        logits = torch.where(present, logits, MISSING)
     maximum = logits.amax(-1, keepdim=True)
     return torch.cat([(logits - maximum).logsumexp(-1, keepdim=True), maximum], -1).float()
+
+
+def _attended(q: Any, k: Any, v: Any, bias: Any, mask: Any, scale: float | None) -> Any:
+    """Return attention by our op; rows with a bias of their own go to it as batches of one row."""
+    batch, rows = q.shape[:2]
+    own = bias.shape[1] != 1
+    q, k, v = (x.transpose(2, 3) for x in (q, k, v))
+    mask = None if mask is None else mask[:, :, 0, 0]
+    if own:
+        q, k, v = (x.flatten(0, 1).unsqueeze(1) for x in (q, k, v))
+        mask = None if mask is None else mask.flatten(0, 1).unsqueeze(1)
+    bias = bias.flatten(0, 1) if own else bias[:, 0]
+    out = fusedops.triangle_attention(q, k, v, bias, mask, scale=scale)
+    return (out.squeeze(1).unflatten(0, (batch, rows)) if own else out).transpose(2, 3)
 
 
 def mask_to_kv_lengths(mask: torch.Tensor) -> torch.Tensor:
@@ -319,8 +333,8 @@ def triangle_attention(
 
     Notes
     -----
-    Logits take 2 GiB at most, or one row's: rows are computed in parts, one after the other, and
-    with gradients again in the backward. Autocast changes nothing.
+    `fusedops.triangle_attention` computes the result, a result of `return_aux` torch: there logits
+    take 2 GiB at most, or one row's. Autocast changes nothing.
 
     References
     ----------
@@ -344,35 +358,25 @@ def triangle_attention(
     keys = k.shape[3]
     of_shape(op, "v", v, (batch, rows, heads, keys, channels))
     shared = bias.ndim < 4 or bias.shape[-4] == 1
-    # Contiguous, or else torch has no fast kernel for it.
-    bias = bias.to(q.dtype).contiguous()
-    bias = expanded(op, bias, (batch, 1 if shared else rows, heads, queries, keys), "bias")
+    shape = batch, 1 if shared else rows, heads, queries, keys
+    bias = expanded(op, bias.to(q.dtype), shape, "bias")
     if kv_lengths is not None:
         if mask is not None:
             refuse(ValueError, op, "kv_lengths", "is given with mask", "be None, or mask should")
         need_integers(op, "kv_lengths", kv_lengths, (batch, rows, 1, 1, 1), q, "q")
         mask = torch.arange(keys, device=q.device) < kv_lengths
-    given, logits_of = [q, k, v, bias], [q, k, bias]
     if mask is not None:
         _need_mask(op, mask, "q", q)
-        mask = expanded(op, mask, (batch, rows, 1, 1, keys)).bool().contiguous()
-        given += absent_keys(mask, q.dtype)
-        logits_of.append(mask)
-
-    missing = max(_MISSING, -torch.finfo(q.dtype).max / 2)
-
-    def attended(q: Any, k: Any, v: Any, bias: Any, absent: Any = None, empty: Any = None) -> Any:
-        out = by_torch(q, k, v, bias, absent, missing, scale=scale)
-        return out if empty is None else torch.where(empty, v.mean(-2, keepdim=True), out)
-
-    own, at_once, asked = None if shared else 1, _rows_at_once(q, keys), autocasts(q)
-    with torch.autocast(q.device.type, enabled=False) if asked else contextlib.nullcontext():
-        out = in_parts(attended, (1, 1, 1, own, 1, 1), at_once, *given)
-        if not return_aux:
-            return out
-        with torch.no_grad():
-            statistics = functools.partial(_statistics, scale=scale)
-            found = in_parts(statistics, (1, 1, own, 1), at_once, *logits_of)
+        mask = expanded(op, mask.detach() != 0, (batch, rows, 1, 1, keys))
+    out = q.clone() if q.numel() == 0 else _attended(q, k, v, bias, mask, scale)
+    if not return_aux:
+        return out
+    given = [q, k, bias] if mask is None else [q, k, bias, mask]
+    statistics = functools.partial(_statistics, scale=scale)
+    own, asked = None if shared else 1, autocasts(q)
+    plain = torch.autocast(q.device.type, enabled=False) if asked else contextlib.nullcontext()
+    with torch.no_grad(), plain:
+        found = in_parts(statistics, (1, 1, own, 1), _rows_at_once(q, keys), *given)
     lse, largest = found.split(1, -1)
     return out, lse, largest
 

@@ -1,0 +1,166 @@
+"""Triangle attention: its mathematics, and its own arguments."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fusedops
+from contract import compare
+from fusedops import triangle_attention
+from fusedops.attention import op
+from fusedops.attention.examples import present, rows
+from fusedops.testing import error
+from places import HAS_TORCH, needs_torch
+
+if HAS_TORCH:
+    import torch
+
+
+def plain(q, k, v, bias, mask=None, scale=None):
+    """Return attention by einsum, with logits of all rows."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    logits = scale * np.einsum("bnqhd,bnkhd->bnhqk", q, k) + bias[:, None]
+    if mask is not None:
+        logits = np.where(mask[:, :, None, None], logits, -1e9)
+    shares = np.exp(logits - logits.max(-1, keepdims=True))
+    return np.einsum("bnhqk,bnkhd->bnqhd", shares / shares.sum(-1, keepdims=True), v)
+
+
+def test_the_reference_is_the_formula():
+    compare(triangle_attention, plain, [(1, 1, 1, 1, 1, 1), (2, 3, 5, 40, 1, 16)])
+
+
+def given(*shape, seed=0):
+    return rows(np.random.default_rng(seed), *shape)
+
+
+def test_any_number_that_is_not_zero_is_a_key(backend):
+    arrays = given(2, 3, 4, 6, 2, 3)
+    mask = present(np.random.default_rng(1), 2, 3, 6)
+    want = triangle_attention(**arrays, mask=mask, backend=backend)
+    for kind, value in (("i4", -3), ("f4", 1e-30), ("u1", 255), ("f8", 0.5)):
+        other = mask.astype(kind) * np.array(value, kind)
+        got = triangle_attention(**arrays, mask=other, backend=backend)
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_row_without_keys_has_the_mean_of_its_values(backend, dtype):
+    """Its other gradients are zero, and values of missing keys have none in other rows."""
+    arrays = {name: x.astype(dtype) for name, x in given(1, 3, 5, 300, 2, 4).items()}
+    mask = np.ones((1, 3, 300), bool)
+    mask[0, 1] = False
+    mask[0, 2, 7:] = False
+    out, pullback = triangle_attention.vjp(**arrays, mask=mask, backend=backend)
+    mean = arrays["v"][0, 1].mean(0)
+    assert error(out[0, 1], np.broadcast_to(mean, out[0, 1].shape)) < 1e-5
+    dout = np.random.default_rng(1).normal(size=out.shape).astype(dtype)
+    dq, dk, dv, _ = pullback(dout)
+    assert not dq[0, 1].any()
+    assert not dk[0, 1].any()
+    assert not dk[0, 2, 7:].any()
+    assert not dv[0, 2, 7:].any()
+    each = dout[0, 1].sum(0) / 300
+    assert error(dv[0, 1], np.broadcast_to(each, dv[0, 1].shape)) < 1e-5
+
+
+def test_logits_may_be_far_from_zero(backend):
+    """Also by blocks: the largest is in the first, in the last, or beside keys at -∞."""
+    arrays = given(1, 2, 3, 600, 1, 4)
+    arrays["bias"] += 700.0
+    arrays["bias"][..., 0, 5] += 900.0
+    arrays["bias"][..., 1, 590] += 900.0
+    arrays["bias"][..., 2, :280] = -np.inf
+    out, pullback = triangle_attention.vjp(**arrays, backend=backend)
+    want, other = triangle_attention.vjp(**arrays, backend="numpy")
+    assert error(out, want) < 1e-11
+    for got, wanted in zip(pullback(np.ones_like(out)), other(np.ones_like(out)), strict=True):
+        assert error(got, wanted) < 1e-9
+    np.testing.assert_allclose(out[:, :, 0], arrays["v"][:, :, 5])
+
+
+def test_a_nan_stays_in_its_row_and_query(backend):
+    arrays = {name: x.astype("f4") for name, x in given(1, 3, 4, 20, 2, 4).items()}
+    arrays["q"][0, 1, 2, 0, 3] = np.nan
+    missing = np.isnan(triangle_attention(**arrays, backend=backend))
+    assert missing[0, 1, 2, 0].all()
+    assert missing.sum() == 4
+
+
+def test_missing_keys_may_hold_anything(backend):
+    """Padding may be NaN in keys: its logits are replaced, not multiplied by zero."""
+    arrays = given(1, 3, 4, 20, 2, 4)
+    mask = np.ones((1, 3, 20), bool)
+    mask[0, :, 15:] = False
+    want = triangle_attention(**arrays, mask=mask, backend=backend)
+    arrays["k"][0, :, 15:] = np.nan
+    got = triangle_attention(**arrays, mask=mask, backend=backend)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_the_definition_takes_rows_in_parts(monkeypatch):
+    """Derivatives of second order too, with an array of one part's logits at a time."""
+    arrays = given(2, 5, 4, 6, 2, 3)
+    found = []
+    for memory in (2**28, 1):
+        monkeypatch.setattr(op, "_MEMORY", memory)
+        out, pullback = triangle_attention.vjp(**arrays, backend="numpy")
+        found.append([out, *pullback(np.ones_like(out))])
+        if HAS_TORCH:
+            leaves = [torch.tensor(x, requires_grad=True) for x in arrays.values()]
+            value = triangle_attention(*leaves, backend="torch").square().sum()
+            first = torch.autograd.grad(value, leaves, create_graph=True)
+            second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+            found[-1] += [g.numpy() for g in second]
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
+
+
+@needs_torch
+def test_cotangents_of_the_denominator():
+    """Direct calls of the primitive differentiate its second output too."""
+    leaves = [torch.tensor(x, requires_grad=True) for x in given(1, 2, 3, 4, 2, 3).values()]
+    mask = torch.tensor(present(np.random.default_rng(0), 1, 2, 4))
+    assert torch.autograd.gradcheck(
+        lambda *arrays: tuple(op.attention(*arrays, mask, 0.7)), leaves, fast_mode=True
+    )
+
+
+@needs_torch
+def test_a_mask_has_no_gradient():
+    arrays = {name: torch.tensor(x) for name, x in given(1, 2, 3, 4, 2, 3).items()}
+    mask = torch.ones(1, 2, 4, requires_grad=True)
+    with pytest.raises(ValueError, match="triangle_attention: mask requires grad; it is a const"):
+        triangle_attention(**arrays, mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"scale": np.inf}, ValueError, "scale is inf; it should be a finite number"),
+        ({"scale": "1"}, TypeError, "scale is a str; it should be a number"),
+        ({"k": np.ones((1, 2, 0, 2, 3))}, ValueError, r"k has shape .*, K > 0"),
+        ({"q": np.ones((2, 3, 2, 3))}, ValueError, r"q has shape .*\(B, N, Q, H, D\), D > 0"),
+        ({"bias": np.ones((1, 2, 4, 3))}, ValueError, r"bias has shape .*be \(1, 2, 3, 4\)"),
+        ({"mask": np.ones((1, 2, 3))}, ValueError, r"mask has shape .*be \(1, 2, 4\)"),
+        ({"mask": np.full((1, 2, 4), "x")}, TypeError, "mask has dtype <U1; it should be bool"),
+    ],
+)
+def test_bad_arguments_are_named(changes, error, message):
+    with pytest.raises(error, match=f"triangle_attention: {message}"):
+        triangle_attention(**given(1, 2, 3, 4, 2, 3) | changes)
+
+
+def test_the_bias_of_many_threads_has_the_same_bits(backend):
+    """Also of more rows than there are sums, and of fewer."""
+    for size in ((1, 45, 5, 7, 1, 3), (2, 3, 5, 7, 2, 3)):
+        arrays, found = given(*size), []
+        for threads in (1, 3):
+            fusedops.set_num_threads(threads)
+            try:
+                out, pullback = triangle_attention.vjp(**arrays, backend=backend)
+                found.append(pullback(np.ones_like(out))[3])
+            finally:
+                fusedops.set_num_threads(None)
+        np.testing.assert_array_equal(*found)
