@@ -164,3 +164,43 @@ def test_the_bias_of_many_threads_has_the_same_bits(backend):
             finally:
                 fusedops.set_num_threads(None)
         np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "of_value", "of_gradient"),
+    [("float32", 2e-6, 2e-6), ("float16", 1e-3, 2e-3), ("bfloat16", 8e-3, 1.2e-2)],
+)
+@pytest.mark.parametrize(
+    ("shape", "ending"),
+    [
+        ((2, 7, 200, 264, 2, 32), False),
+        ((1, 6, 136, 136, 4, 32), True),
+        ((1, 3, 75, 333, 1, 24), False),
+        ((1, 3, 70, 90, 2, 128), True),
+    ],
+)
+def test_blocks_of_a_gpu(shape, ending, dtype, of_value, of_gradient):
+    """Rows that end early, have holes, or no key, beside NumPy in float64."""
+    rng = np.random.default_rng(0)
+    B, N, _, K, _, _ = shape
+    mask = np.arange(K) < rng.integers(K // 3, K, (B, N, 1))
+    mask[:, 1] = rng.uniform(size=(B, K)) < 0.7
+    mask[:, 2] = False
+    kind = getattr(torch, dtype)
+    leaves = {}
+    for name, x in rows(rng, *shape, ending=ending).items():
+        # Around ending nodes, views of columns.
+        whole = torch.tensor(x.swapaxes(1, 2).copy() if ending and x.ndim == 5 else x)
+        whole = whole.to("cuda", kind)
+        leaves[name] = (whole.transpose(1, 2) if whole.ndim == 5 and ending else whole).detach()
+        leaves[name].requires_grad_()
+    out = triangle_attention(**leaves, mask=torch.tensor(mask).cuda())
+    dout = torch.randn_like(out)
+    got = torch.autograd.grad(out, tuple(leaves.values()), dout)
+    exact = {name: x.detach().double().cpu().numpy() for name, x in leaves.items()}
+    value, pullback = triangle_attention.vjp(**exact, mask=mask)
+    assert error(out.detach().double().cpu().numpy(), value) < of_value
+    for one, want in zip(got, pullback(dout.double().cpu().numpy()), strict=True):
+        off = one.double().cpu().numpy() - want
+        assert np.linalg.norm(off) < of_gradient * np.linalg.norm(want)

@@ -31,8 +31,8 @@ from gpukern.precision import of_float32
 
 _LOG2E = tl.constexpr(math.log2(math.e))
 _LN2 = tl.constexpr(math.log(2))
-# A power of 2, which a product with log2(e) doesn't round: in a row without a key, the largest logit
-# less itself is zero also where one rounding serves a product and a difference.
+# A power of 2, whose product with log2(e) isn't rounded: in a row without a key the largest logit
+# less itself is zero, also where a product and a difference are rounded once.
 _MISSING = tl.constexpr(-(2.0**30))
 # Strides are counted in vectors of so many numbers where all are multiples of it.
 _UNIT = 8
