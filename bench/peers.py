@@ -1075,10 +1075,11 @@ def sdpa(problem: Problem, cotangent: Any) -> Steps:
     from torch.nn import functional as F
 
     def attend(q: Any, k: Any, v: Any, bias: Any) -> Any:
-        rows = [x.transpose(2, 3).flatten(0, 1) for x in (q, k, v)]
-        shared = bias.unsqueeze(1).expand(-1, q.shape[1], -1, -1, -1).flatten(0, 1)
-        out = F.scaled_dot_product_attention(*rows, attn_mask=shared)
-        return out.unflatten(0, q.shape[:2]).transpose(2, 3)
+        rows = q.shape[:2]
+        q, k, v = (x.transpose(2, 3).flatten(0, 1) for x in (q, k, v))
+        shared = bias.unsqueeze(1).expand(-1, rows[1], -1, -1, -1).flatten(0, 1)
+        out = F.scaled_dot_product_attention(q, k, v, shared)
+        return out.unflatten(0, rows).transpose(2, 3)
 
     return _steps(attend, problem, cotangent)
 

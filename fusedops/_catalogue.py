@@ -101,8 +101,9 @@ class Example:
     Where `exact` is False, results depend on layout and threads, by roundings. Derivatives of a
     `slow` example are checked along random directions alone. Optional arrays that are `needed` fit
     the others, which fewer of them would not. Results grow without bounds for other numbers in
-    `bounded` arrays than `make`'s. Where it `packs` an argument, `make` has an option ``raw`` for
-    the same argument as every call reads it anew.
+    `bounded` arrays than `make`'s. Where it `cancels`, roundings may be all that a gradient has.
+    Where it `packs` an argument, `make` has an option ``raw`` for the same argument as every call
+    reads it anew.
     """
 
     name: str
@@ -120,6 +121,7 @@ class Example:
     slow: bool = False
     needed: tuple[str, ...] = ()
     bounded: tuple[str, ...] = ()
+    cancels: bool = False
     packs: bool = False
 
     def problem(self, size: str = "small", dtype: str = "float64") -> Problem:

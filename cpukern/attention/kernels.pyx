@@ -120,7 +120,8 @@ cdef extern from *:
        b and c come in strips of a tile's width, which in b begin `strip` numbers apart.
        weigh: turn a query's products with keys into exponentials of its logits, relative to the largest so
        far, and add them to the total. Return the factor by which earlier sums change.
-       share: turn them into shares of the softmax. Return the sum of shares times their cotangents d.
+       share: turn them into shares of the softmax; add these to the total, and these times their cotangents d
+       to the mean.
        slope: turn cotangents of shares into those of logits, and add these to dbias if given.
        The bias has n numbers; other logits, up to `columns`, are missing. */
     #define DEFINE(real, vector, integer, integers) \\
@@ -164,6 +165,12 @@ cdef extern from *:
         if (n > 0) memcpy(edge, bias, (n < LANES(real) ? n : LANES(real)) * sizeof(real)); \\
         return AT(vector, edge); \\
     } \\
+    INLINE real fusedops_sum_##real(vector x) { \\
+        real lanes[BYTES / sizeof(real)]; \\
+        memcpy(lanes, &x, LANES(real) * sizeof(real)); \\
+        for (int l = 1; l < LANES(real); l++) lanes[0] += lanes[l]; \\
+        return lanes[0]; \\
+    } \\
     FUNCTION real fusedops_weigh_##real(real *s, const real *bias, Py_ssize_t n, Py_ssize_t columns, \\
             const integer *kept, const real *missing, real *largest, real *total) { \\
         vector none = {0}, top[2] = {none + *largest, none + *largest}, sum[2] = {none, none}, x, b; \\
@@ -188,30 +195,27 @@ cdef extern from *:
                 AT(vector, s + at) = x; \\
                 sum[p] += x; \\
             } \\
-        sum[0] += sum[1]; \\
-        memcpy(lanes, sum, LANES(real) * sizeof(real)); \\
-        for (int l = 1; l < LANES(real); l++) lanes[0] += lanes[l]; \\
         x = fusedops_exp2_##real(none + (*largest - most)); \\
         memcpy(&factor, &x, sizeof(real)); \\
-        *total = *total * factor + lanes[0]; \\
+        *total = *total * factor + fusedops_sum_##real(sum[0] + sum[1]); \\
         *largest = most; \\
         return factor; \\
     } \\
-    FUNCTION real fusedops_share_##real(real *s, const real *d, const real *bias, Py_ssize_t n, \\
-            Py_ssize_t columns, const integer *kept, const real *missing, real lse) { \\
-        vector none = {0}, sum = none, b, x; \\
-        real lanes[BYTES / sizeof(real)]; \\
+    FUNCTION void fusedops_share_##real(real *s, const real *d, const real *bias, Py_ssize_t n, \\
+            Py_ssize_t columns, const integer *kept, const real *missing, real lse, real *total, \\
+            real *mean) { \\
+        vector none = {0}, sum = none, along = none, b, x; \\
         for (Py_ssize_t i = 0; i < columns; i += LANES(real)) { \\
             if (i + LANES(real) <= n) b = AT(const vector, bias + i); \\
             else b = fusedops_edge_##real(bias + i, n - i); \\
             x = fusedops_logits_##real(AT(const vector, s + i), b, kept + i, missing + i); \\
             x = fusedops_exp2_##real(x - lse); \\
             AT(vector, s + i) = x; \\
-            sum += x * AT(const vector, d + i); \\
+            sum += x; \\
+            along += x * AT(const vector, d + i); \\
         } \\
-        memcpy(lanes, &sum, LANES(real) * sizeof(real)); \\
-        for (int l = 1; l < LANES(real); l++) lanes[0] += lanes[l]; \\
-        return lanes[0]; \\
+        *total += fusedops_sum_##real(sum); \\
+        *mean += fusedops_sum_##real(along); \\
     } \\
     FUNCTION void fusedops_slope_##real(const real *s, real *d, Py_ssize_t n, Py_ssize_t columns, \\
             const integer *kept, real mean, real *dbias) { \\
@@ -246,12 +250,14 @@ cdef extern from *:
         double* s, const double* bias, Py_ssize_t n, Py_ssize_t columns,
         const unsigned long long* kept, const double* missing, double* largest,
         double* total) noexcept nogil
-    float share_float "fusedops_share_float"(
+    void share_float "fusedops_share_float"(
         float* s, const float* d, const float* bias, Py_ssize_t n, Py_ssize_t columns,
-        const unsigned int* kept, const float* missing, float lse) noexcept nogil
-    double share_double "fusedops_share_double"(
+        const unsigned int* kept, const float* missing, float lse, float* total,
+        float* mean) noexcept nogil
+    void share_double "fusedops_share_double"(
         double* s, const double* d, const double* bias, Py_ssize_t n, Py_ssize_t columns,
-        const unsigned long long* kept, const double* missing, double lse) noexcept nogil
+        const unsigned long long* kept, const double* missing, double lse, double* total,
+        double* mean) noexcept nogil
     void slope_float "fusedops_slope_float"(
         const float* s, float* d, Py_ssize_t n, Py_ssize_t columns, const unsigned int* kept,
         float mean, float* dbias) noexcept nogil
@@ -487,6 +493,7 @@ cdef void backward_row(
     cdef real* shares = taken(&scratch, QUERIES * call.key_room, like)
     cdef real* slopes = taken(&scratch, QUERIES * call.key_room, like)
     cdef real mean[QUERIES]
+    cdef real total[QUERIES]
     cdef const real* lse
     cdef const real* bias
     cdef real* row
@@ -505,6 +512,7 @@ cdef void backward_row(
         pack(&call.q, b, n, first, count, QUERIES, h, D, width, <real>(LOG2E * call.scale), q)
         pack(&call.dout, b, n, first, count, QUERIES, h, D, width, <real>1, dout)
         memset(mean, 0, sizeof(mean))
+        memset(total, 0, sizeof(total))
         for j in range(blocks(call.keys, KEYS)):
             block = j * KEYS
             columns = min(<Py_ssize_t>KEYS, call.key_room - block)
@@ -515,15 +523,18 @@ cdef void backward_row(
             for i in range(count):
                 bias = edge(&call.bias, b, 0, first + i, h, like) + block
                 if real is float:
-                    mean[i] += share_float(
+                    share_float(
                         s + i * columns, slope + i * columns, bias, call.keys - block, columns,
                         <const unsigned int*>(kept + block), missing + block,
-                        <real>(LOG2E * lse[first + i]))
+                        <real>(LOG2E * lse[first + i]), &total[i], &mean[i])
                 else:
-                    mean[i] += share_double(
+                    share_double(
                         s + i * columns, slope + i * columns, bias, call.keys - block, columns,
                         <const unsigned long long*>(kept + block), missing + block,
-                        LOG2E * lse[first + i])
+                        LOG2E * lse[first + i], &total[i], &mean[i])
+        for i in range(count):
+            # The total is one but for the rounding of the logarithm, whose error cancels so.
+            mean[i] /= total[i]
         for j in range(blocks(call.keys, KEYS)):
             block = j * KEYS
             columns = min(<Py_ssize_t>KEYS, call.key_room - block)

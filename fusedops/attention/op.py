@@ -33,12 +33,10 @@ _MEMORY = 2**28
 
 
 def _heads(x: Any) -> Any:
-    """Return (B, N, Q, H, D) as (B, N, H, Q, D)."""
-    return x.swapaxes(2, 3)
+    """Return (B, N, Q, H, D) as contiguous (B, N, H, Q, D), or the reverse.
 
-
-def _edges(x: Any) -> Any:
-    """Return (B, N, H, Q, D) as contiguous (B, N, Q, H, D)."""
+    Products of views may round otherwise.
+    """
     return contiguous(x.swapaxes(2, 3))
 
 
@@ -62,7 +60,7 @@ def _softmax(q: Any, k: Any, bias: Any, mask: Any, scale: float) -> tuple[Any, A
 
 def _attended(q: Any, k: Any, v: Any, bias: Any, mask: Any, scale: float) -> tuple[Any, Any]:
     shares, lse = _softmax(q, k, bias, mask, scale)
-    return _edges(shares @ _heads(v)), lse
+    return _heads(shares @ _heads(v)), lse
 
 
 def _pulled_back(
@@ -80,7 +78,7 @@ def _pulled_back(
         dlogits = namespace(q).where(mask[:, :, None, None], dlogits, 0.0)
     dq, dk = scale * dlogits @ _heads(k), scale * _transposed(dlogits) @ _heads(q)
     dv = _transposed(shares) @ dout
-    return *map(_edges, (dq, dk, dv)), dlogits.sum(1)
+    return *map(_heads, (dq, dk, dv)), dlogits.sum(1)
 
 
 def _in_parts(stage: Callable[..., Any], a: Any, *more: Any) -> Iterator[tuple[Any, ...]]:

@@ -111,7 +111,7 @@ def build(known: dict[str, Example], d: dict[str, Any]) -> Problem:
         oracle=reference,
         # They step over kinks where vectors are zero, or round to it.
         smooth=d["values"] == "normal",
-        natural=0.0 if example.exact else 1.0,
+        natural=0.0 if example.exact and not example.cancels else 1.0,
         summed=True,
         bounded=example.bounded,
         exact=example.exact,
