@@ -173,9 +173,9 @@ def apart(one: Any, others: Iterable[Any]) -> Callable[[Any, Iterable[Any]], boo
     """Return a function that compares tensors of the same kinds by their addresses alone.
 
     It tells whether the memory of the first surely overlaps none of the others', and is None for
-    arrays of NumPy's.
+    arrays of NumPy's, and for tensors of a transform, which have no address.
     """
-    if isinstance(one, np.ndarray):
+    if isinstance(one, np.ndarray) or private().transforming():
         return None
 
     def around(array: Any) -> tuple[int, int] | None:
