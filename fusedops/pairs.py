@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fusedops._frame import registry
-from fusedops._frame.check import at_least_one, one_of
+from fusedops._frame.check import at_least_one, is_dtensor, one_of
 from fusedops._layers import check_container, is_plain
 from fusedops._swaps import serves
 from fusedops.attention import triangle_attention
@@ -593,9 +593,9 @@ class TriangleAttention(torch.nn.Module):
     def _is_ours(self, bias: torch.Tensor, mask: torch.Tensor | None) -> bool:
         if self.attention is not None or bias.numel() == 0:
             return self.attention == "fusedops" and bias.numel() > 0
-        return (mask is None or not mask.requires_grad) and _has_kernels(
-            bias.device.type, bias.dtype
-        )
+        differs = mask is not None and mask.requires_grad
+        # Torch's own functions take DTensors too.
+        return not (differs or is_dtensor(bias)) and _has_kernels(bias.device.type, bias.dtype)
 
     def _is_for_cuequivariance(self, bias: torch.Tensor, absent: torch.Tensor | None) -> bool:
         if self.attention is not None:
