@@ -1595,7 +1595,7 @@ class PairBlock(torch.nn.Module):
         D, the channels of a head of attention.
     pairwise_num_heads : int
         H, the number of heads.
-    attention : {None, "torch", "cuequivariance"}
+    attention : {None, "fusedops", "torch", "cuequivariance"}
         As of `TriangleAttention`.
     max_memory : int, optional
         The most bytes of intermediate results in each part of the block, as the parts define it.

@@ -1,6 +1,6 @@
-"""Triangle attention and transition of pair representations, made of torch's own functions.
+"""Modules of triangle attention and of the transition of pair representations.
 
-`fusedops.nn` exports the modules. Attention is torch's ``scaled_dot_product_attention``, or
+`fusedops.nn` exports the modules. Attention is our op, torch's ``scaled_dot_product_attention``, or
 cuEquivariance's ``triangle_attention``. Rows of a pair representation depend on each other in the
 bias of attention alone; both modules can therefore work through a few rows after the other.
 """
@@ -19,11 +19,13 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fusedops._frame.check import at_least_one, one_of
+from fusedops._frame import registry
+from fusedops._frame.check import at_least_one, is_dtensor, one_of
 from fusedops._layers import check_container, is_plain
 from fusedops._swaps import serves
+from fusedops.attention import triangle_attention
 
-Attention = Literal["torch", "cuequivariance"]
+Attention = Literal["fusedops", "torch", "cuequivariance"]
 ATTENTIONS = (None, *get_args(Attention))
 # The residues from which on cuEquivariance's attention is faster than torch's, forward and
 # backward: below, the host takes twice as long. (An H200, bfloat16, 4 heads of 32 channels.)
@@ -331,6 +333,18 @@ def _found() -> bool:
     return not serves("cuequivariance-torch") and _searched()
 
 
+@functools.cache
+def _served(device: str, dtype: torch.dtype) -> bool:
+    """Return whether kernels, rather than plain formulas, serve our attention on a device."""
+    request = registry.Request("triangle_attention", "torch", device, dtype, None)
+    return registry.explain(request).backend not in (None, "torch", "numpy")
+
+
+@torch.compiler.assume_constant_result
+def _has_kernels(device: str, dtype: torch.dtype) -> bool:
+    return _served(device, dtype)
+
+
 class TriangleAttention(torch.nn.Module):
     r"""Gated attention of a pair representation's edges around a node, with a bias by triangles.
 
@@ -363,10 +377,10 @@ class TriangleAttention(torch.nn.Module):
         Whether gate and output have the biases c, as in OpenFold's AlphaFold 2.
     eps : float
         ε of the LayerNorm.
-    attention : {None, "torch", "cuequivariance"}
-        Attention by torch's ``scaled_dot_product_attention``, or by cuEquivariance's
-        ``triangle_attention``, which needs its package and a GPU. None means the faster one: see
-        the notes.
+    attention : {None, "fusedops", "torch", "cuequivariance"}
+        Attention by `fusedops.triangle_attention`, by torch's ``scaled_dot_product_attention``, or
+        by cuEquivariance's ``triangle_attention``, which needs its package and a GPU. None means
+        ours where it has kernels, or else the faster one: see the notes.
     max_memory : int, optional
         The most bytes of intermediate results in forward or backward, besides the normalized z, o,
         b and their gradients. To stay below, rows are computed in parts, and with gradients again
@@ -396,13 +410,14 @@ class TriangleAttention(torch.nn.Module):
     Notes
     -----
     The parameters have the names of Boltz, OpenFold and Protenix. torch's attention takes one bias
-    for every row, edge and key: O(N³) bytes, which `max_memory` bounds; cuEquivariance's takes
-    b and the mask as they are, and an edge of which the mask isn't zero is present. A row without
-    edges gets the mean of all values, as in these programs. Before training the output is zero.
-    Layers with hooks, adapters such as LoRA's, or other classes are called; hooks of ``mha`` are
-    refused.
+    for every row, edge and key: O(N³) bytes, which `max_memory` bounds; ours and cuEquivariance's
+    take b and the mask as they are, and an edge of which the mask isn't zero is present. A row
+    without edges gets the mean of all values, as in these programs. Before training the output is
+    zero. Layers with hooks, adapters such as LoRA's, or other classes are called; hooks of ``mha``
+    are refused.
 
-    With None, cuEquivariance's kernel serves eager calls on a GPU where its package is installed,
+    With None, our kernels serve where the device has them, unless the mask has a gradient.
+    Elsewhere cuEquivariance's kernel serves eager calls on a GPU where its package is installed,
     for 16 bits, 320 residues or more, heads of up to 128 channels, a multiple of eight, and a mask
     without a gradient; torch's serves all others, and ``torch.compile`` and ``torch.export``.
 
@@ -543,34 +558,44 @@ class TriangleAttention(torch.nn.Module):
         # (B, 1, H, j, k) of edges (j, k), and of (k, j) around ending nodes.
         axes = (0, 3, 1, 2) if self.starting else (0, 3, 2, 1)
         bias = self.linear(n).permute(axes).unsqueeze(1).contiguous()
-        given = [n] if mask is None else [n, *self._absent(mask, x.shape[:-1], bias.dtype)]
+        ours = self._is_ours(bias, mask)
+        given = [n]
+        if mask is not None:
+            mask = self._mask(mask, x.shape[:-1])
+            given += [mask] if ours else absent_keys(mask[:, :, None, None], bias.dtype)
 
-        def attended(n: torch.Tensor, *absent: torch.Tensor) -> Any:
-            return self._attended(n, bias, *absent)
+        def attended(n: torch.Tensor, *mask: torch.Tensor) -> Any:
+            return self._attended(n, bias, ours, *mask)
 
         rows = N if chunk_size is None else min(N, chunk_size)
         if self.max_memory is not None:
             # Without edges a row takes no bytes.
-            rows = min(rows, max(1, self.max_memory // max(1, self._bytes_of_a_row(batch, N, x))))
+            row = max(1, self._bytes_of_a_row(batch, N, x, ours))
+            rows = min(rows, max(1, self.max_memory // row))
         o = in_parts(attended, (1 if self.starting else 2, 1, 1), rows, *given)
         layers: Any = self.mha
         # FSDP refuses views: the layer's result is none.
         return layers.linear_o(o.reshape(*leading, N, N, self.no_heads * self.c_hidden))
 
-    def _absent(self, mask: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> Any:
-        """Return `absent_keys` as (B, R, 1, 1, N), for the edges of every row."""
-        if self.attention == "cuequivariance" and mask.requires_grad:
+    def _mask(self, mask: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """Return a mask as (B, R, N), for the edges of every row."""
+        if self.attention in ("fusedops", "cuequivariance") and mask.requires_grad:
             raise ValueError(
-                "TriangleAttention: mask requires a gradient; it should not with cuequivariance, "
-                "which has none"
+                "TriangleAttention: mask requires a gradient; it should not with "
+                f"{self.attention}, which has none"
             )
         mask = expanded("TriangleAttention", mask, shape)
-        N = shape[-1]
-        mask = mask.reshape(math.prod(shape[:-2]), N, 1, 1, N)
+        mask = mask.reshape(math.prod(shape[:-2]), *shape[-2:])
         # Contiguous, or else its sum with the bias is laid out by rows, and torch has no fast
         # kernel for that.
-        mask = (mask if self.starting else mask.transpose(1, 4)).contiguous()
-        return absent_keys(mask, dtype)
+        return (mask if self.starting else mask.transpose(1, 2)).contiguous()
+
+    def _is_ours(self, bias: torch.Tensor, mask: torch.Tensor | None) -> bool:
+        if self.attention is not None or bias.numel() == 0:
+            return self.attention == "fusedops" and bias.numel() > 0
+        differs = mask is not None and mask.requires_grad
+        # Torch's own functions take DTensors too.
+        return not (differs or is_dtensor(bias)) and _has_kernels(bias.device.type, bias.dtype)
 
     def _is_for_cuequivariance(self, bias: torch.Tensor, absent: torch.Tensor | None) -> bool:
         if self.attention is not None:
@@ -586,14 +611,15 @@ class TriangleAttention(torch.nn.Module):
             and _found()
         )
 
-    def _bytes_of_a_row(self, batch: int, N: int, x: torch.Tensor) -> int:
+    def _bytes_of_a_row(self, batch: int, N: int, x: torch.Tensor, ours: bool) -> int:
         """Return the bytes of intermediate results that a row takes."""
         channels = self.no_heads * self.c_hidden
         grad = torch.is_grad_enabled()
-        # q, k, v and the gate, their sum, σ of the gate, and both together.
-        edges = 7 * channels * (2 if grad else 1)
-        # The bias of a row, the logits and their softmax, and their gradients.
-        pairs = self.no_heads * (6 if grad else 4)
+        # q, k, v and the gate, their sum, σ of the gate, and both together, and gradients; those of
+        # q, k and v are there twice, alone and as one.
+        edges = channels * (17 if grad else 7)
+        # The bias of a row, the logits and their softmax, and their gradients. Ours keeps none.
+        pairs = 0 if ours else self.no_heads * (6 if grad else 4)
         # torch computes 16 bits in float32 where it has no kernel.
         return batch * N * max(4, x.element_size()) * (edges + pairs * N)
 
@@ -601,14 +627,15 @@ class TriangleAttention(torch.nn.Module):
         self,
         n: torch.Tensor,
         bias: torch.Tensor,
-        absent: torch.Tensor | None = None,
+        ours: bool,
+        mask: torch.Tensor | None = None,
         empty: torch.Tensor | None = None,
     ) -> Any:
         """Return the gated sums of edges n, (B, R, N, C), as (B, R, N, H, D).
 
-        The bias is (B, 1, H, N, N), `absent` (B, R, 1, 1, N), and `empty` (B, R, 1, 1, 1). Around
-        ending nodes edges are (B, N, R, C): q, k and v are read with other strides, so that no edge
-        is copied.
+        The bias is (B, 1, H, N, N). The mask is (B, R, N) for `ours`, or else 1 - mask as
+        (B, R, 1, 1, N), with `empty` (B, R, 1, 1, 1). Around ending nodes edges are (B, N, R, C):
+        q, k and v are read with other strides, so that no edge is copied.
         """
         layers: Any = [getattr(self.mha, f"linear_{name}") for name in "qkvg"]
         gate = layers[-1]
@@ -620,10 +647,14 @@ class TriangleAttention(torch.nn.Module):
                 g = g + gate.bias.unflatten(0, g.shape[-2:])
         else:
             *qkv, g = (layer(n).unflatten(-1, (self.no_heads, -1)) for layer in layers)
-        attend = _by_cuequivariance if self._is_for_cuequivariance(bias, absent) else by_torch
+        if ours:
+            q, k, v = (each if self.starting else each.transpose(1, 2) for each in qkv)
+            o = triangle_attention(q, k, v, bias.squeeze(1), mask)
+            return g.sigmoid() * (o if self.starting else o.transpose(1, 2))
+        attend = _by_cuequivariance if self._is_for_cuequivariance(bias, mask) else by_torch
         axes = (0, 1, 3, 2, 4) if self.starting else (0, 2, 3, 1, 4)
         q, k, v = (each.permute(axes) for each in qkv)
-        o = attend(q, k, v, bias, absent)
+        o = attend(q, k, v, bias, mask)
         if empty is not None:
             o = torch.where(empty, v.mean(-2, keepdim=True), o)
         o = o.permute((0, 1, 3, 2, 4) if self.starting else (0, 3, 1, 2, 4))

@@ -41,22 +41,27 @@ def agree(module, formula, z, *mask, atol=1e-11):
 
 
 STARTING = pytest.mark.parametrize("starting", [True, False], ids=["starting", "ending"])
+ATTENTION = pytest.mark.parametrize("attention", ["fusedops", "torch"])
 
 
+@ATTENTION
 @STARTING
 @pytest.mark.parametrize("bias", [False, True], ids=["Boltz", "OpenFold"])
-def test_attention_is_that_of_the_paper(starting, bias):
-    module, (z, mask) = randomized(TriangleAttention(C, D, H, starting, bias=bias)), pair()
+def test_attention_is_that_of_the_paper(starting, bias, attention):
+    made = TriangleAttention(C, D, H, starting, bias=bias, attention=attention)
+    module, (z, mask) = randomized(made), pair()
     mask[2] = mask[:, 2] = False
     for given in ((), (mask,)):
         agree(module, formulas.attention, z, *given, atol=1e-12)
 
 
+@ATTENTION
 @STARTING
 @pytest.mark.parametrize("leading", [(2,), (2, 1, 3)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float32], ids=str)
-def test_any_leading_dimensions_and_masks(starting, leading, dtype):
-    module, (z, mask) = randomized(TriangleAttention(C, D, H, starting)), pair(*leading)
+def test_any_leading_dimensions_and_masks(starting, leading, dtype, attention):
+    made = TriangleAttention(C, D, H, starting, attention=attention)
+    module, (z, mask) = randomized(made), pair(*leading)
     want = formulas.attention(module, z, mask)
     torch.testing.assert_close(module(z, mask.to(dtype)), want, **TOLERANCE)
     # A mask of one row, for every row of every batch.
@@ -64,11 +69,12 @@ def test_any_leading_dimensions_and_masks(starting, leading, dtype):
     torch.testing.assert_close(module(z, row), module(z, row.expand(z.shape[:-1])), **TOLERANCE)
 
 
+@ATTENTION
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @STARTING
-def test_a_row_without_edges(starting, dtype):
+def test_a_row_without_edges(starting, dtype, attention):
     """It gets the mean of all values, with its gradient."""
-    module = randomized(TriangleAttention(C, D, H, starting)).to(dtype)
+    module = randomized(TriangleAttention(C, D, H, starting, attention=attention)).to(dtype)
     z, mask = pair()
     row = (1,) if starting else (slice(None), 1)
     mask[row] = False
@@ -100,15 +106,16 @@ def test_the_bias_of_fast_kernels_has_no_gaps(monkeypatch, masked):
     monkeypatch.setattr(pairs.F, "scaled_dot_product_attention", attention)
     z, mask = pair()
     for starting in (True, False):
-        module = randomized(TriangleAttention(C, D, H, starting))
+        module = randomized(TriangleAttention(C, D, H, starting, attention="torch"))
         module(z, mask if masked == "mask" else None)
     assert strides == [(1, N), (1, N)]
 
 
+@ATTENTION
 @STARTING
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-def test_attention_in_parts_is_the_whole(starting, masked):
-    module = randomized(TriangleAttention(C, D, H, starting))
+def test_attention_in_parts_is_the_whole(starting, masked, attention):
+    module = randomized(TriangleAttention(C, D, H, starting, attention=attention))
     z, mask = pair(2)
     mask = mask if masked else None
     inputs = z, *module.parameters()
@@ -123,15 +130,16 @@ def test_attention_in_parts_is_the_whole(starting, masked):
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("kind", ["attention", "transition"])
+@pytest.mark.parametrize("kind", ["fusedops", "torch", "transition"])
 def test_max_memory_bounds_what_it_says(kind, grad):
     """Besides the limit there are z, its normalized form, the output, the bias, and gradients."""
     N, C = 64, 16
     limit = 2**19
-    if kind == "attention":
-        make, whole = (lambda **o: TriangleAttention(C, 8, 2, **o)), 4 * 4 * N**2 * (C + 2)
+    if kind != "transition":
+        make = functools.partial(TriangleAttention, C, 8, 2, attention=kind)
+        whole = 4 * 4 * N**2 * (C + 2)
     else:
-        make, whole = (lambda **o: PairTransition(C, 256, **o)), 4 * 4 * N**2 * C
+        make, whole = functools.partial(PairTransition, C, 256), 4 * 4 * N**2 * C
     z = torch.randn(1, N, N, C)
 
     def run(module):
@@ -260,6 +268,23 @@ def test_cuequivariance_gets_its_shapes(program):
             torch.testing.assert_close(theirs(z, given), ours(z, given), **TOLERANCE)
     with pytest.raises(ValueError, match="mask requires a gradient; it should not with cueq"):
         theirs(z, mask.double().requires_grad_())
+
+
+def test_our_attention_serves_where_it_has_kernels(monkeypatch):
+    bias, mask = torch.ones(1, 1, H, N, N), torch.ones(1, N, N)
+    module = TriangleAttention(C, D, H)
+    for has, given, ours in (
+        (True, mask, True),
+        (True, None, True),
+        (True, mask.clone().requires_grad_(), False),
+        (False, mask, False),
+    ):
+        monkeypatch.setattr(pairs, "_has_kernels", lambda *_, has=has: has)
+        assert module._is_ours(bias, given) == ours
+        assert TriangleAttention(C, D, H, attention="fusedops")._is_ours(bias, given)
+        assert not TriangleAttention(C, D, H, attention="torch")._is_ours(bias, given)
+    with pytest.raises(ValueError, match="mask requires a gradient; it should not with fusedops"):
+        TriangleAttention(C, attention="fusedops")(torch.ones(N, N, C), mask.requires_grad_())
 
 
 @pytest.mark.parametrize(
