@@ -161,9 +161,9 @@ REPLACE = $(INSTALL) --no-deps --force-reinstall "$(WHEEL)"
 # A third of the compiler's work, which is most of the demo's time. The demo's packages are installed
 # meanwhile; if that fails, the demo's rule tries again and shows the error.
 .venv/own: $(SOURCES) | .venv/new
-	@echo "Compiling the kernels for this machine's instruction set; installing NumPy, SciPy, gemmi," \
-		"matplotlib and rich meanwhile"
-	@$(INSTALL) numpy scipy gemmi matplotlib rich shtab & ($(call BUILD,own)); built=$$?; wait; exit $$built
+	@echo "Compiling the kernels for this machine's instruction set; installing NumPy, SciPy, gemmi" \
+		"and matplotlib meanwhile"
+	@$(INSTALL) numpy scipy gemmi matplotlib shtab & ($(call BUILD,own)); built=$$?; wait; exit $$built
 	@$(REPLACE)
 	@touch $@
 

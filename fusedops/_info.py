@@ -24,7 +24,7 @@ from fusedops._host.threads import choose_num_threads, get_num_threads, whose_th
 from fusedops._version import __version__
 
 #: Packages without which the library works, but not all of its commands and functions.
-_PACKAGES = ("gemmi", "matplotlib", "rich", "scipy", "shtab", "threadpoolctl")
+_PACKAGES = ("gemmi", "matplotlib", "scipy", "shtab", "threadpoolctl")
 
 
 @dataclass(frozen=True)

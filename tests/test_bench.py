@@ -237,7 +237,7 @@ def test_the_command_finds_a_checkout(tmp_path, monkeypatch, capsys):
         folder.mkdir(parents=True)
     monkeypatch.chdir(inner)
     (checkout / "bench/__init__.py").touch()
-    (checkout / "bench/cli.py").write_text("def fill(parser): parser.set_defaults(run=lambda _: 7)")
+    (checkout / "bench/cli.py").write_text("add = lambda parser: None\nrun = lambda args: 7\n")
     # Other projects have such a package, too.
     assert cli.main(["bench", "--quick"]) == 2
     assert "not installed; run it in a checkout" in capsys.readouterr().err

@@ -18,7 +18,6 @@ from fusedops._host import limits
 from fusedops.structure import StructureError, planar_groups, read_structure
 
 gemmi = pytest.importorskip("gemmi")
-pytest.importorskip("rich")
 
 UBIQUITIN = str(files("fusedops") / "data/1ubi.pdb")
 CELL = "CRYST1   12.000   14.000   10.000  90.00 {beta:6.2f}  90.00 {group:11s}   1\n"

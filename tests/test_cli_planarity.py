@@ -16,7 +16,6 @@ import fusedops
 from fusedops.structure import planar_groups, read_structure
 
 pytest.importorskip("gemmi")
-pytest.importorskip("rich")
 
 UBIQUITIN = str(files("fusedops") / "data/1ubi.pdb")
 LIGAND = (
@@ -379,10 +378,8 @@ class TestFlatten:
         assert len(checked) == 1
 
 
-def test_tables_need_no_rich(run, tmp_path, monkeypatch):
-    """A table in plain columns, with the line about a flattened structure."""
+def test_a_line_about_a_flattened_structure(run, tmp_path):
     pytest.importorskip("scipy")
-    monkeypatch.setitem(sys.modules, "rich", None)
     code, out, err = run(UBIQUITIN, "--top", 2, "--flatten", tmp_path / "flat.pdb")
     assert (code, err) == (0, "")
     assert "A/ARG 74 guanidinium" in out

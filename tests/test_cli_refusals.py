@@ -22,7 +22,7 @@ from fusedops._frame import registry
 from fusedops.structure import read_structure
 
 gemmi = pytest.importorskip("gemmi")
-for package in ("matplotlib", "rich", "scipy"):
+for package in ("matplotlib", "scipy"):
     pytest.importorskip(package)
 
 UBIQUITIN = (files("fusedops") / "data/1ubi.pdb").read_bytes()
@@ -560,6 +560,6 @@ class TestStdout:
         def defect(args):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(cli.info, "_command", defect)
+        monkeypatch.setattr(cli.info, "run", defect)
         with pytest.raises(OSError, match="No space left"):
             cli.main(["info"])

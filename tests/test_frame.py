@@ -32,7 +32,7 @@ from fusedops.samples import protein
 from places import needs_torch
 from processes import python, without
 
-HEAVY = ("torch", "triton", "numba", "gemmi", "scipy", "matplotlib", "rich")
+HEAVY = ("torch", "triton", "numba", "gemmi", "scipy", "matplotlib")
 
 #: One kernel, quick to compile.
 TOKENS = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from time import perf_counter
 from typing import Any
 
 from fusedops._frame.registry import BACKENDS, forced, how_to_install
+from fusedops.cli.tables import is_terminal
 from fusedops.structure import Structure, read_structure
 
 
@@ -37,41 +39,27 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=names, help=help)
 
 
-def add_number(
-    parser: Any,
-    name: str,
-    least: float,
-    most: float = math.inf,
-    unit: str = "",
-    *,
-    kind: type = float,
-    metavar: str = "",
-    **options: Any,
-) -> None:
-    """Add an argument that is a finite number; its errors name the unit."""
-    what = f"a {'whole ' if kind is int else ''}number of "
-    what += f"at least {least:g}" if most == math.inf else f"{least:g} to {most:,.0f}"
-    what += f", in {unit}" if unit else ""
+def number(
+    least: float, most: float = math.inf, unit: str = "", kind: type = float
+) -> Callable[[str], float]:
+    """Return the type of an argument that is a finite number; its errors name the unit."""
+    ends = f"at least {least:g}" if most == math.inf else f"{least:g} to {most:,.0f}"
+    what = f"a {'whole ' * (kind is int)}number of {ends}{unit and f', in {unit}'}"
 
     def parse(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not (least <= value <= most and value < math.inf):
-            raise argparse.ArgumentTypeError(f"{text!r} should be {what}")
-        return value
+        with contextlib.suppress(ValueError):
+            if least <= (value := kind(text)) <= most and value < math.inf:
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} should be {what}")
 
-    parser.add_argument(name, type=parse, metavar=metavar or unit, **options)
+    return parse
 
 
 def read_model(path: str) -> Structure:
     """Read the structure in a file, or on stdin if its name is a dash."""
-    if path != "-":
-        return read_structure(path)
-    if sys.stdin is None:
+    if path == "-" and sys.stdin is None:
         raise CommandError("-: stdin is closed")
-    return read_structure(sys.stdin.buffer)
+    return read_structure(sys.stdin.buffer if path == "-" else path)
 
 
 def check_other(option: str, path: str, *sources: str | None, unless: str = "") -> None:
@@ -130,16 +118,21 @@ def print_json(report: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[..., None]]:
-    """Yield a function to call after each of `total` steps, which advances a bar on stderr.
+    """Yield a function to call after each of `total` steps, which a line on a terminal counts.
 
-    Its optional argument names the next step. Without a terminal, or without rich, there is no bar.
+    Its optional argument names the next step.
     """
-    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
-        yield lambda what="": None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
+    done = itertools.count()
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda what=title: bar.update(task, advance=1, description=what)
+    def advance(what: str = title) -> None:
+        show(f"{what}: {next(done)} of {total}")
+
+    def show(text: str) -> None:
+        if is_terminal(sys.stderr):
+            print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
+
+    advance()
+    try:
+        yield advance
+    finally:
+        show("")

@@ -1,4 +1,10 @@
-"""``fusedops planarity``: score the planar groups of a structure, and flatten them."""
+"""Score the planar groups of a structure, and flatten them.
+
+Score the peptide planes, planar side chains, bases and ligands of a PDB or mmCIF file. The Z of an
+atom in a plane is its distance from the plane over its sigma; the Z of a plane is its largest. rmsd
+and rmsZ are over all atoms of all planes. A plane is above 4σ if one of its atoms is; an atom
+counts once, even if it is in two planes.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +19,19 @@ import numpy as np
 
 import fusedops
 from fusedops.cli import common, tables
-from fusedops.cli.common import add_number, timed
+from fusedops.cli.common import number, timed
 from fusedops.flatness import LIMIT, PlaneScore, flatness, flattened
 from fusedops.planarity import FITS
 from fusedops.restraints import read_monomers, read_restraints
 from fusedops.structure import SIGMA, planar_groups
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "planarity",
-        run=_command,
-        help="score the planar groups of a structure, and flatten them",
-        description="Score the peptide planes, planar side chains, bases and ligands of a PDB or "
-        "mmCIF file. The Z of an atom in a plane is its distance from the plane over its sigma; "
-        "the Z of a plane is its largest. rmsd and rmsZ are over all atoms of all planes. A plane "
-        "is above 4σ if one of its atoms is; an atom counts once, even if it is in two planes.",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("file", metavar="FILE", help="PDB or mmCIF, also gzipped; - reads standard input")
     help = "sigma of the planes of proteins and nucleic acids (default: %(default)s); planes "
     help += "from a CIF have the sigmas there"
-    add_number(parser, "--sigma", 1e-4, 100, "Å", default=SIGMA, help=help)
+    option("--sigma", type=number(1e-4, 100, "Å"), metavar="Å", default=SIGMA, help=help)
     help = "take the planes of ligands, or of other residues, from this file; may be repeated, "
     help += "and the last file that has a residue counts"
     option("--restraints", action="append", default=[], metavar="CIF", help=help)
@@ -42,7 +39,7 @@ def add(commands: Any) -> None:
     help += "(default: CLIBD_MON of the environment)"
     option("--monomers", metavar="DIR", default=os.environ.get("CLIBD_MON"), help=help)
     help = "the number of worst planes to show (default: 10; all with --json or --csv)"
-    add_number(parser, "--top", 1, kind=int, metavar="N", help=help)
+    option("--top", type=number(1, kind=int), metavar="N", help=help)
     help = "the weights of atoms in the fit of a plane: 1 or 1/sigma² (default: %(default)s)"
     option("--fit", choices=FITS, default="uniform", help=help)
     common.add_backend(parser)
@@ -54,13 +51,13 @@ def add(commands: Any) -> None:
     option("--flatten", metavar="OUT", help=help)
     option("--overwrite", action="store_true", help="let --flatten write over FILE itself")
     help = "the most steps of --flatten (default: %(default)s)"
-    add_number(parser, "--steps", 1, kind=int, metavar="N", default=20, help=help)
+    option("--steps", type=number(1, kind=int), metavar="N", default=20, help=help)
     help = "strength of the tether K/2 |x - x0|² in 1/Å² (default: %(default)s, which lets an "
     help += "atom move by 0.2 Å at the cost of one sigma)"
-    add_number(parser, "--tether", 0, unit="1/Å²", metavar="K", default=25.0, help=help)
+    option("--tether", type=number(0, unit="1/Å²"), metavar="K", default=25.0, help=help)
 
 
-def _command(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     common.needs("gemmi", *["scipy"] * bool(args.flatten))
     seconds: dict[str, float] = {}
     with timed(seconds, "read"):

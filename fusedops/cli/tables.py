@@ -1,9 +1,9 @@
-"""Tables on the terminal, by rich, or in plain columns if rich isn't installed."""
+"""Tables on the terminal."""
 
 from __future__ import annotations
 
 import functools
-import importlib.util
+import itertools
 import math
 import os
 import shutil
@@ -12,11 +12,19 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-#: A row's cells and its rich style; None is a line between rows.
+#: A row's cells and its style; None is an empty line between rows.
 Row = tuple[Sequence[str], str | None] | None
+
+_CODES = {"bold": 1, "dim": 2, "red": 31}
 
 #: `textwrap.wrap`, but no word is cut, nor an address or a name at its hyphens.
 wrap = functools.partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
+
+
+def is_terminal(stream: Any) -> bool:
+    """Return whether a stream is a terminal that obeys codes for styles and cursors."""
+    modern = os.environ.get("WT_SESSION" if sys.platform == "win32" else "TERM", "dumb") != "dumb"
+    return modern and stream.isatty()
 
 
 def width_of(stream: Any) -> int | None:
@@ -36,45 +44,31 @@ def write(text: str, indent: str = "", file: Any = None) -> None:
 def show(title: str, headings: Sequence[str], rows: Sequence[Row], right: int = 0) -> None:
     """Print a table with numbers in its last `right` columns.
 
-    Where it is wider than the terminal, rich breaks its texts between words, in three lines at
-    most; a table that is wider still has a row's texts in one line, and its numbers in the next.
+    Where it is wider than the terminal, its texts break between words, in three lines at most; a
+    table that is wider still has a row's texts in one line, and its numbers in the next.
     """
-    has_rich = importlib.util.find_spec("rich") is not None
+    texts, between = len(headings) - right, 2 * len(headings) - 2
     cells = [headings, *(row[0] for row in rows if row)]
-    texts, total = len(headings) - right, width_of(sys.stdout)
-    # rich puts a line and two spaces around every column.
-    between = 3 * len(headings) + 1 if has_rich else 2 * len(headings) - 2
-    room = math.inf if total is None else total - between
-    widths = _widths(cells, texts if has_rich else 0, room)
+    widths = _widths(cells, texts, (width_of(sys.stdout) or math.inf) - between)
+    print(title)
     if widths is None:
-        print(title)
         for line in cells[1:]:
             named = zip(headings[texts:], line[texts:], strict=True)
             numbers = (f"{heading} {cell}".strip() for heading, cell in named if cell)
             write(f"  {', '.join(filter(None, line[:texts]))}", "  ")
             write(f"    {', '.join(numbers)}", "    ")
         return
-    if not has_rich:
-        print(title)
-        pads = [str.ljust] * texts + [str.rjust] * right
-        for line in cells:
-            padded = (pad(cell, n) for pad, cell, n in zip(pads, line, widths, strict=True))
-            print("  ".join(padded).rstrip())
-        return
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    for at, (heading, width) in enumerate(zip(headings, widths, strict=True)):
-        # rich itself would cut words in a narrow column.
-        table.add_column(heading, justify="left" if at < texts else "right", width=width)
-    for row in rows:
-        if row is None:
-            table.add_section()
-        else:
-            table.add_row(*row[0], style=row[1])
-    Console(highlight=False, markup=False, width=sum(widths) + between).print(table)
+    stroke = "─" if sys.stdout.encoding.lower().startswith("utf") else "-"
+    ruled: list[Row] = [(headings, "bold"), ([stroke * width for width in widths], None), *rows]
+    styled = is_terminal(sys.stdout) and not os.environ.get("NO_COLOR")
+    pads = [str.ljust] * texts + [str.rjust] * right
+    for row in ruled:
+        line, style = row or ([""] * len(headings), None)
+        begin, end = (f"\x1b[{_CODES[style]}m", "\x1b[0m") if style and styled else ("", "")
+        columns = (wrap(cell, width) or [""] for cell, width in zip(line, widths, strict=True))
+        for parts in itertools.zip_longest(*columns, fillvalue=""):
+            padded = (pad(part, n) for pad, part, n in zip(pads, parts, widths, strict=True))
+            print(f"{begin}{'  '.join(padded).rstrip()}{end}")
 
 
 def _widths(cells: Sequence[Sequence[str]], texts: int, room: float) -> list[int] | None:
@@ -90,9 +84,6 @@ def _widths(cells: Sequence[Sequence[str]], texts: int, room: float) -> list[int
         less = max(0, min(excess, widths[at] - words[at]))
         widths[at] -= int(less)
         excess -= less
-    lines = (
-        len(wrap(cell, width))
-        for column, width in zip(columns[:texts], widths, strict=False)
-        for cell in column
-    )
+    shrunk = zip(columns[:texts], widths, strict=False)
+    lines = [len(wrap(cell, width)) for column, width in shrunk for cell in column]
     return widths if excess <= 0 and max(lines, default=0) <= 3 else None
