@@ -112,6 +112,12 @@ def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     seconds[name] = perf_counter() - start
 
 
+def times(seconds: dict[str, float]) -> str:
+    """Return times as text."""
+    units = ((name, s, "s") if s > 0.9995 else (name, 1e3 * s, "ms") for name, s in seconds.items())
+    return ", ".join(f"{name.replace('_', ' ')} {value:.3g} {unit}" for name, value, unit in units)
+
+
 def print_json(report: dict[str, Any]) -> None:
     print(json.dumps(report, indent=1, allow_nan=False))
 

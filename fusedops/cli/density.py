@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
         with timed(seconds, "picture"):
             pictures.draw_slices(args.picture, shown, rho, cuts, unit, title)
         report |= {"picture": args.picture}
-    say(", ".join(f"{what} {taken:.3g} s" for what, taken in seconds.items()))
+    say(common.times(seconds))
     say(f"wrote {' and '.join(filter(None, (args.out, args.mtz, args.picture)))}")
     if args.json:
         common.print_json(report)

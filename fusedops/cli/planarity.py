@@ -135,35 +135,27 @@ def _show_planes(planes: list[dict[str, Any]]) -> None:
 
 
 def _show(report: dict[str, Any], file: Any) -> None:
-    def line(name: str, text: str) -> None:
-        tables.write(f"{name:18}{text}", " " * 18, file)
-
-    counts, summary = report["counts"], report["summary"]
-    line("planes", "{planes} of {atoms_in_planes} atoms among {atoms}".format(**counts))
+    counts, summary, flat = report["counts"], report["summary"], report.get("flatten")
+    lines = {"planes": "{planes} of {atoms_in_planes} atoms among {atoms}".format(**counts)}
     if counts["planes"]:
-        line("rmsd from planes", f"{summary['rmsd_angstrom']:.4f} Å")
-        line("rmsZ", f"{summary['rmsz']:.2f}")
-        above = summary["planes_above_4_sigma"], summary["atoms_above_4_sigma"]
-        line(f"above {LIMIT}σ", "{} planes, {} atoms".format(*above))
-    line("waters", str(counts["waters"]))
+        lines["rmsd from planes"] = f"{summary['rmsd_angstrom']:.4f} Å"
+        lines["rmsZ"] = f"{summary['rmsz']:.2f}"
+        above = "{planes_above_4_sigma} planes, {atoms_above_4_sigma} atoms"
+        lines[f"above {LIMIT}σ"] = above.format(**summary)
+    lines["waters"] = str(counts["waters"])
     skipped = [f"{count} {name}" for name, count in counts["skipped"].items()]
     if len(skipped) > 20:
         skipped[20:] = [f"{len(skipped) - 20} more residue types (all with --json)"]
     if skipped:
         known = "planes not known; --restraints or --monomers may have them"
-        line("skipped", f"{', '.join(skipped)}: {known}")
-    line("NLL", f"{report['nll']:.2f}, {report['fit']} fit, by {report['backend']}")
-    times = ((name.replace("_", " "), value) for name, value in report["seconds"].items())
-    texts = (
-        f"{name} {value:.3g} s" if value > 0.9995 else f"{name} {1000 * value:.3g} ms"
-        for name, value in times
-    )
-    line("time", ", ".join(texts))
-    if flat := report.get("flatten"):
-        (nll, nll_after), (z, z_after) = flat["nll"], flat["worst_z"]
-        line(
-            "flattened",
-            f"{flat['steps']} steps in {flat['seconds']:.3g} s: NLL {nll:.2f} -> {nll_after:.2f}, "
-            f"worst Z {z:.2f} -> {z_after:.2f}, largest shift "
-            f"{flat['largest_shift_angstrom']:.3f} Å; wrote {flat['file']}",
-        )
+        lines["skipped"] = f"{', '.join(skipped)}: {known}"
+    lines["NLL"] = "{nll:.2f}, {fit} fit, by {backend}".format(**report)
+    lines["time"] = common.times(report["seconds"])
+    if flat:
+        lines["flattened"] = (
+            "{steps} steps in {seconds:.3g} s: NLL {nll[0]:.2f} -> {nll[1]:.2f}, worst Z "
+            "{worst_z[0]:.2f} -> {worst_z[1]:.2f}, largest shift {largest_shift_angstrom:.3f} Å; "
+            "wrote {file}"
+        ).format(**flat)
+    for name, text in lines.items():
+        tables.write(f"{name:18}{text}", " " * 18, file)
