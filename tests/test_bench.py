@@ -588,7 +588,7 @@ def test_peers_compute_the_same(monkeypatch):
         if peer.package or peer.file or not peer.computes:
             continue
         workloads = [w for w in SMALL if w.op.__name__ in peer.ops]
-        for workload, found in benches.judged(peer, workloads, 40):
+        for workload, found in benches.judged(peer, workloads, 12):
             seen.add((peer.name, workload.op.__name__))
             # The peer by eigh loses half of float32's digits.
             factor = {"float16": 300, "bfloat16": 2400}.get(workload.rounds_to, 1)

@@ -20,6 +20,7 @@ import fusedops
 from fusedops import maps, wigner
 from fusedops._catalogue import TOLERANCE, Example, calls, steps_of
 from fusedops._frame import registry
+from fusedops._info import Info
 from fusedops.cli import check, common, pictures, tables
 from fusedops.samples import convolved, cubes, ubiquitin
 from fusedops.so2.op import orders
@@ -38,10 +39,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     common.needs("gemmi", "matplotlib", "scipy")
     pictures.check_picture_name(args.picture)
-    lines: list[tables.Row] = []
+    info, lines = fusedops.info(), list[tables.Row]()
     with common.progress("checking", len(calls())) as advance:
         for op, (example, *_) in calls().items():
-            lines += rows(example)
+            lines += rows(example, info)
             advance(op.__name__)
     headings = ("op", "backend", "why", "ms", "error", "check")
     tables.show("Value and gradient, float64", headings, lines, right=3)
@@ -52,9 +53,9 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def rows(example: Example) -> Iterator[tables.Row]:
+def rows(example: Example, info: Info) -> Iterator[tables.Row]:
     """Yield a table's row of every backend, with the time of values and gradients."""
-    info, op, exact = fusedops.info(), example.op, example.problem("medium")
+    op, exact = example.op, example.problem("medium")
     gpu = info.gpus and not info.backends["triton"].why_not
     best = op.explain(**(exact.to("cuda", "float64") if gpu else exact).arguments).backend
     for backend in registry.BACKENDS:
