@@ -39,7 +39,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     common.needs("gemmi", "matplotlib", "scipy")
     pictures.check_picture_name(args.picture)
-    info, lines = fusedops.info(), list[tables.Row]()
+    info = fusedops.info()
+    lines: list[tables.Row] = []
     with common.progress("checking", len(calls())) as advance:
         for op, (example, *_) in calls().items():
             lines += rows(example, info)
