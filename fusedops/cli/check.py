@@ -79,7 +79,7 @@ def rows(backends: Sequence[registry.Backend]) -> Iterator[Row]:
     The examples of each op run forward and with their gradients, with NumPy arrays and, if torch is
     installed, with tensors. They run in float64 too unless that needs a compilation.
     """
-    has_torch = not fusedops.info().backends["torch"].why_not
+    has_torch = not registry.import_error("torch")
     for (op, examples), backend in itertools.product(calls().items(), backends):
         start = time.perf_counter()
         row = _checked(op, examples, backend, has_torch)
