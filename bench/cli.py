@@ -14,7 +14,7 @@ from fusedops.cli.common import CommandError, add_choice, needs, needs_gpu, prog
 from fusedops.structure import check_target
 
 
-def fill(parser: argparse.ArgumentParser) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `fusedops bench` to its parser."""
     parser.description = (
         "Time calls as real programs make them, on every backend with kernels, beside "
@@ -30,7 +30,6 @@ def fill(parser: argparse.ArgumentParser) -> None:
         f"{' and '.join(REPOSITORIES.values())} into one folder, install einops, and set "
         f"{CHECKOUTS} to the folder."
     )
-    parser.set_defaults(run=_command)
     add_choice(parser, "cpu")
     parser.add_argument(
         "--op", nargs="+", action="extend", metavar="NAME", help="only these ops or modules"
@@ -69,7 +68,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _command(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     if args.distributed:
         return _on_ranks(args)
     if args.plot:

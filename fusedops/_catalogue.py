@@ -223,7 +223,7 @@ class Call:
         def convert(name: str, value: Any) -> Any:
             if name == "precision":
                 return None
-            array = on_host(value) if is_tensor(value) else value
+            array = on_host(value)
             return float64(array).copy() if _is_float(array) else array
 
         return self.converted(convert)

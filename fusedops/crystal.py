@@ -21,7 +21,7 @@ from typing import cast as typed
 
 import numpy as np
 
-from fusedops._frame.arrays import ArrayT, add_at, beside, cast, namespace, taken, zeros
+from fusedops._frame.arrays import ArrayT, add_at, beside, cast, either, namespace, taken, zeros
 from fusedops._frame.check import (
     arrays_only,
     cotangent,
@@ -29,7 +29,6 @@ from fusedops._frame.check import (
     dtype_name,
     floats,
     indices,
-    is_tensor,
     of_shape,
     real,
     same_device,
@@ -90,9 +89,7 @@ def _linear(check: F) -> LinearOp[F]:
     @functools.wraps(check)
     def call(*args: Any, **kwargs: Any) -> Any:
         array, function, adjoint = check(*args, **kwargs)
-        if is_tensor(array):
-            return _differentiable().apply(array, function, adjoint)
-        return function(array)
+        return either(array, _plain, _recorded)(array, function, adjoint)
 
     def vjp(*args: Any, **kwargs: Any) -> tuple[Any, Callable[[Any], tuple[Any]]]:
         array, function, adjoint = check(*args, **kwargs)
@@ -103,6 +100,14 @@ def _linear(check: F) -> LinearOp[F]:
     op: Any = outside_of_graphs(call)
     op.vjp = outside_of_graphs(vjp)
     return typed("LinearOp[F]", op)
+
+
+def _plain(array: np.ndarray, function: Any, adjoint: Any) -> Any:
+    return function(array)
+
+
+def _recorded(tensor: Any, function: Any, adjoint: Any) -> Any:
+    return _differentiable().apply(tensor, function, adjoint)
 
 
 @functools.cache
@@ -318,8 +323,8 @@ def _one_pass(moves: list[Any], map: Any) -> Any:
     nx, ny, nz = map.shape
     flat = map.reshape(-1)
     out = zeros(map, map.shape)
-    on_gpu = is_tensor(map)
-    planes = max(1, (_CHUNK_ON_GPU if on_gpu else _CHUNK) // (ny * nz))
+    chunk, share = either(map, (_CHUNK, in_parallel), (_CHUNK_ON_GPU, _in_one))
+    planes = max(1, chunk // (ny * nz))
 
     def some(begin: int, end: int) -> None:
         for low in range(begin, end, planes):
@@ -330,11 +335,12 @@ def _one_pass(moves: list[Any], map: Any) -> Any:
                 else:
                     out[low:high] += taken(flat, _offsets(move, (nx, ny, nz), low, high, map))
 
-    if on_gpu:
-        some(0, nx)
-    else:
-        in_parallel(some, nx, planes)
+    share(some, nx, planes)
     return out
+
+
+def _in_one(some: Callable[[int, int], None], count: int, grain: int) -> None:
+    some(0, count)
 
 
 def _offsets(move: Any, shape: tuple[int, ...], low: int, high: int, like: Any) -> Any:

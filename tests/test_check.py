@@ -81,7 +81,7 @@ def test_a_wrong_kernel_fails_the_check(monkeypatch, wrong_kernel, primitive, op
     monkeypatch.setattr(check, "calls", lambda: {kind: every[kind] for kind in (op, wigner_d)})
     wrong_kernel(primitive, "numba", output)
     backends = check.asked("cpu", ["numba", "numpy"])
-    rows = {(row.op, row.backend): row for row in check.run(backends)}
+    rows = {(row.op, row.backend): row for row in check.rows(backends)}
     failed = rows.pop((op.__name__, "numba"))
     assert "off by" in failed.why
     assert failed.share > 1

@@ -560,6 +560,6 @@ class TestStdout:
         def defect(args):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(cli.info, "_command", defect)
+        monkeypatch.setattr(cli.info, "run", defect)
         with pytest.raises(OSError, match="No space left"):
             cli.main(["info"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -15,6 +16,8 @@ from fusedops._frame.torch_private import private
 if TYPE_CHECKING:
     from torch import Tensor
 
+T = TypeVar("T")
+
 #: A NumPy array or a torch tensor; all in a signature are of one framework.
 ArrayT = TypeVar("ArrayT", np.ndarray, "Tensor")
 
@@ -22,6 +25,11 @@ ArrayT = TypeVar("ArrayT", np.ndarray, "Tensor")
 def namespace(array: Any) -> Any:
     """Return the module of an array's functions: NumPy or torch."""
     return sys.modules["torch"] if is_tensor(array) else np
+
+
+def either(array: Any, numpy: T, torch: T) -> T:
+    """Return the first of two algorithms for NumPy arrays, and the second for tensors."""
+    return torch if is_tensor(array) else numpy
 
 
 def wide(array: Any) -> Any:
@@ -88,6 +96,26 @@ def contiguous(array: Any) -> Any:
     return array.contiguous() if is_tensor(array) else np.asanyarray(array, order="C")
 
 
+_tables: dict[tuple[Any, ...], Any] = {}
+
+
+def table(function: Callable[[int], np.ndarray], at: int, like: Any) -> Any:
+    """Return a function's array in the dtype and on the device of another; copied there once."""
+    if not is_tensor(like):
+        return function(at).astype(like.dtype)
+    torch = namespace(like)
+    plain = type(like) in (torch.Tensor, torch.nn.Parameter)
+    # A tensor made under a transform is of no use outside of it.
+    if not plain or private().transforming():
+        return like.new_tensor(function(at))
+    key = function, at, like.dtype, like.device
+    if key not in _tables:
+        # A tensor made in inference mode is of no use outside of it.
+        with torch.inference_mode(False):
+            _tables[key] = torch.tensor(function(at), dtype=like.dtype, device=like.device)
+    return _tables[key]
+
+
 def detached(array: Any) -> Any:
     """Return an array as a constant."""
     return array.detach() if is_tensor(array) else array
@@ -105,6 +133,14 @@ def as_tensor(value: Any, dtype: str) -> Any:
     """Return a tensor as it is, and any other value as a tensor of a dtype."""
     torch = sys.modules["torch"]
     return value if is_tensor(value) else torch.as_tensor(value, dtype=getattr(torch, dtype))
+
+
+def unit_solved(matrix: Any, right: Any, *, upper: bool) -> Any:
+    """Return x for which (1 + matrix) x = right, of a strictly triangular matrix."""
+    linalg = namespace(matrix).linalg
+    if is_tensor(matrix):
+        return linalg.solve_triangular(matrix, right, upper=upper, unitriangular=True)
+    return linalg.solve(matrix + np.eye(matrix.shape[-1]), right)
 
 
 def add_at(total: Any, index: Any, values: Any, *, in_order: bool = False) -> None:

@@ -116,6 +116,16 @@ def is_traced(array: Any) -> bool:
     return is_tensor(array) and traced()
 
 
+def unseen(array: Any) -> bool:
+    """Return whether nobody may look at values: in compiled code, torch.vmap or a CUDA graph."""
+    if not is_tensor(array):
+        return False
+    torch = private()
+    mapped = torch.transforming() and any(level.key() == torch.vmap for level in torch.transforms())
+    captured = array.is_cuda and sys.modules["torch"].cuda.is_current_stream_capturing()
+    return mapped or captured or traced()
+
+
 def own_memory(op: str, name: str, tensor: Any) -> None:
     """Raise TypeError unless a tensor has memory that kernels can work on.
 
@@ -327,6 +337,13 @@ def no_derivative(op: str, name: str, value: Any) -> None:
         raise ValueError(f"{op}: {name} {asks}; it is a constant, pass x.detach()")
 
 
+def outside_of_transforms(op: str, name: str, value: Any) -> Any:
+    """Return a constant without the wrappers of torch.func."""
+    if is_tensor(value) and private().transforming():
+        return bridge().tensors.unwrapped(op, name, value)
+    return value
+
+
 def indices(op: str, name: str, value: Any) -> Any:
     """Return `value` as an array or tensor of int32 or int64. Raises TypeError or ValueError."""
     value = as_array(op, name, value)
@@ -432,6 +449,14 @@ def flag(op: str, name: str, value: Any) -> None:
     """Raise TypeError unless `value` is True or False."""
     if not isinstance(value, (bool, np.bool_)):
         refuse(TypeError, op, name, f"is a {type(value).__name__}", "be True or False")
+
+
+def add_device(op: str, devices: dict[str, str], name: str, value: Any) -> None:
+    """Add a tensor's device to others by name. Raises ValueError unless it is theirs."""
+    if is_tensor(value):
+        for other, device in devices.items():
+            same_device(op, name, device_of(value), other, device)
+        devices[name] = device_of(value)
 
 
 def same_device(op: str, name: str, device: str, other: str, other_device: str) -> None:

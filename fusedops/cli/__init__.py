@@ -1,4 +1,8 @@
-"""The ``fusedops`` command; each sub-command is a file, in which `add` declares the arguments."""
+"""The ``fusedops`` command.
+
+Each sub-command is a file: the first line of its docstring is its help, the rest its description,
+`add` declares its arguments, and `run` does its work and returns the exit code.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     completion.add(parser)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in (demo, info, check, bench, planarity, density, cache):
-        command.add(commands)
+        first, _, rest = (command.__doc__ or "").partition("\n")
+        commands.add_parser(
+            command.__name__.rpartition(".")[2],
+            run=command.run,
+            fill=command.add,
+            help=first[:1].lower() + first[1:].rstrip("."),
+            description=rest.strip() or first,
+        )
     # The parent process may close stderr, and stdout too.
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(sys.stderr or nowhere):
         try:
@@ -69,10 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line; `run` runs its command.
-
-    `fill` adds its arguments when it is used.
-    """
+    """A parser of a command; `fill` adds its arguments when it is used. Errors are one line."""
 
     def __init__(self, run: Any = None, fill: Any = lambda _: None, **options: Any) -> None:
         super().__init__(formatter_class=_Help, **options)

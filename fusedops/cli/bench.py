@@ -1,4 +1,4 @@
-"""``fusedops bench``: the package `bench` of a checkout, which takes the arguments."""
+"""Time every op beside its peers and the floors of the machine."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ import argparse
 import sys
 from importlib import import_module, util
 from pathlib import Path
-from typing import Any
 
 import fusedops
 from fusedops.cli.common import CommandError
 
 
-def add(commands: Any) -> None:
-    help = "time every op beside its peers and the floors of the machine"
-    commands.add_parser("bench", help=help, fill=_fill)
-
-
-def _fill(parser: argparse.ArgumentParser) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the package `bench`, which only a checkout has."""
     if "bench" not in sys.modules:
         places = Path(fusedops.__file__).parents[1], Path.cwd(), *Path.cwd().parents
         files = "bench/cli.py", "fusedops/cli/bench.py", "meson.build"
@@ -25,7 +20,11 @@ def _fill(parser: argparse.ArgumentParser) -> None:
         if not roots:
             raise CommandError("bench: it is not installed; run it in a checkout of the project")
         load(roots[0])
-    import_module("bench.cli").fill(parser)
+    import_module("bench.cli").add(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    return import_module("bench.cli").run(args)
 
 
 def load(root: Path) -> None:

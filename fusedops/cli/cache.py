@@ -1,27 +1,22 @@
-"""``fusedops cache``: the kernels that Numba and Triton keep on disk, and their removal."""
+"""Show and clear the compiled kernels that Numba and Triton keep on disk.
+
+Show the folders in which Numba and Triton keep compiled kernels of this library. The next calls
+compile what --clear removes; kernels of other programs in the same folders stay.
+"""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from fusedops import _info
 from fusedops.cli.common import CommandError
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "cache",
-        run=_command,
-        help="show and clear the compiled kernels that Numba and Triton keep on disk",
-        description="Show the folders in which Numba and Triton keep compiled kernels of this "
-        "library. The next calls compile what --clear removes; kernels of other programs in the "
-        "same folders stay.",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clear", action="store_true", help="remove them")
 
 
-def _command(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     caches = _info.caches()
     if not caches:
         print("no folder of compiled kernels: neither Numba nor Triton keeps any here")

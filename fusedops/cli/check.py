@@ -1,10 +1,15 @@
-"""``fusedops check``: every op on every backend that works here, against the reference."""
+"""Check every op on every backend that works here.
+
+The self-test after an installation: every op, forward and gradient, on every backend that works
+here, against the NumPy reference. Exit code 1 if one is wrong.
+"""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,36 +22,26 @@ from fusedops.cli import common, tables
 from fusedops.testing import errors_of
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "check",
-        run=_command,
-        help="check every op on every backend that works here",
-        description="The self-test after an installation: every op, forward and gradient, on every "
-        "backend that works here, against the NumPy reference. Exit code 1 if one is wrong.",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
     common.add_choice(parser)
 
 
-def _command(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     if args.device == "cuda":
         common.needs_gpu()
-    found = fusedops.info().backends
-    reasons = {each: found[each.name].why_not for each in asked(args.device, args.backend)}
-    usable = [backend for backend, why in reasons.items() if not why]
-    rows = []
+    found, backends = fusedops.info().backends, asked(args.device, args.backend)
+    absent = {each.name: why for each in backends if (why := found[each.name].why_not)}
+    usable = [backend for backend in backends if backend.name not in absent]
+    shown = []
     with common.progress("checking", len(calls()) * len(usable)) as advance:
-        for row in run(usable):
-            rows.append(row)
+        for row in rows(usable):
+            shown.append(row)
             advance()
-    show(rows, {backend.name: why for backend, why in reasons.items() if why})
-    if not rows:
+    show(shown, absent)
+    if not shown:
         raise common.CommandError("nothing could be checked: see the reasons above")
-    failed = sum(bool(row.why) for row in rows)
-    if failed:
-        print(f"{failed} OF {len(rows)} CHECKS FAILED.")
-    else:
-        print(f"All {len(rows)} checks passed.")
+    failed, count = sum(bool(row.why) for row in shown), len(shown)
+    print(f"{failed} OF {count} CHECKS FAILED." if failed else f"All {count} checks passed.")
     return 1 if failed else 0
 
 
@@ -69,11 +64,8 @@ class Row:
 
 def asked(device: str | None, names: Sequence[str] | None) -> list[registry.Backend]:
     """Return the backends of a device, or of all, that are named, or all."""
-    return [
-        backend
-        for backend in registry.BACKENDS
-        if (not names or backend.name in names) and device in (None, device_of(backend))
-    ]
+    found = (each for each in registry.BACKENDS if device in (None, device_of(each)))
+    return [backend for backend in found if not names or backend.name in names]
 
 
 def device_of(backend: registry.Backend) -> str:
@@ -81,19 +73,18 @@ def device_of(backend: registry.Backend) -> str:
     return "cuda" if backend.name == "triton" else "cpu"
 
 
-def run(backends: Sequence[registry.Backend]) -> Iterator[Row]:
+def rows(backends: Sequence[registry.Backend]) -> Iterator[Row]:
     """Yield a row for every op on some backends, which can be used here.
 
     The examples of each op run forward and with their gradients, with NumPy arrays and, if torch is
     installed, with tensors. They run in float64 too unless that needs a compilation.
     """
-    has_torch = not fusedops.info().backends["torch"].why_not
-    for op, examples in calls().items():
-        for backend in backends:
-            start = time.perf_counter()
-            row = _checked(op, examples, backend, has_torch)
-            row.seconds = time.perf_counter() - start
-            yield row
+    has_torch = not registry.import_error("torch")
+    for (op, examples), backend in itertools.product(calls().items(), backends):
+        start = time.perf_counter()
+        row = _checked(op, examples, backend, has_torch)
+        row.seconds = time.perf_counter() - start
+        yield row
 
 
 def _checked(op: Any, examples: list[Example], backend: registry.Backend, has_torch: bool) -> Row:
@@ -104,9 +95,7 @@ def _checked(op: Any, examples: list[Example], backend: registry.Backend, has_to
             try:
                 # A division by zero shows in the error, so NumPy's warning is not needed.
                 with np.errstate(all="ignore"):
-                    exact = example.problem("large")
-                    given = given_to(backend, exact, framework, dtype)
-                    errors = errors_on(exact, given, backend)
+                    _, errors = compared(example.problem("large"), backend, framework, dtype)
             except Exception as error:  # every error belongs into the table
                 row.why = f"{example}: {type(error).__name__}: {error}".partition("\n")[0]
                 return row
@@ -119,16 +108,14 @@ def _checked(op: Any, examples: list[Example], backend: registry.Backend, has_to
     return row
 
 
-def errors_on(exact: Problem, given: Problem, backend: registry.Backend) -> dict[str, float]:
-    """Return the errors of the values and of the gradients of a problem on a backend, relative."""
-    return errors_of(
+def compared(
+    exact: Problem, backend: registry.Backend, framework: str, dtype: str
+) -> tuple[Problem, dict[str, float]]:
+    """Return a problem with a framework's arrays, and the errors of its values and gradients."""
+    given = exact.astype(dtype) if framework == "numpy" else exact.to(device_of(backend), dtype)
+    return given, errors_of(
         exact, given, given.cotangents, lambda call, back: steps_of(call, backend.name, back)
     )
-
-
-def given_to(backend: registry.Backend, exact: Problem, framework: str, dtype: str) -> Problem:
-    """Return a problem with the arrays of a framework, on the device of a backend."""
-    return exact.astype(dtype) if framework == "numpy" else exact.to(device_of(backend), dtype)
 
 
 def _ways(op: Any, backend: registry.Backend, has_torch: bool) -> list[tuple[str, str]]:
@@ -141,17 +128,16 @@ def _ways(op: Any, backend: registry.Backend, has_torch: bool) -> list[tuple[str
     return [*ways, ("torch", "bfloat16")] if narrow else ways
 
 
-def show(rows: list[Row], absent: dict[str, str]) -> None:
+def show(rows: list[Row], absent: Mapping[Any, str]) -> None:
     """Print a table; a backend that is absent, for a reason, gets one line."""
     headings = ("op", "backend", "with", "why not", "value", "gradient", "of allowed", "s", "")
     lines: list[tables.Row] = []
     for row in rows:
-        ways = (f"{name} {' '.join(dtypes)}" for name, dtypes in row.where.items())
-        where = "; ".join(ways).replace("numpy", "NumPy").replace("float", "f")
+        where = "; ".join(f"{name} {' '.join(dtypes)}" for name, dtypes in row.where.items())
+        cells = [row.op, row.backend, where.replace("numpy", "NumPy").replace("float", "f")]
         errors = (f"{row.errors[k]:.0e}" if k in row.errors else "" for k in ("value", "gradient"))
-        cells = [row.op, row.backend, where, row.why, *errors]
-        cells += [f"{row.share:.0%}", f"{row.seconds:.1f}", "FAILED" if row.why else "ok"]
-        lines.append((cells, "red" if row.why else None))
+        cells += [row.why, *errors, f"{row.share:.0%}", f"{row.seconds:.1f}"]
+        lines.append(([*cells, "FAILED"], "red") if row.why else ([*cells, "ok"], None))
     for backend, why in absent.items():
         lines.append((["every op", backend, "", why, "", "", "", "", "-"], "dim"))
     tables.show("Errors against the reference, relative", headings, lines, right=5)

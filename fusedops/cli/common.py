@@ -37,41 +37,27 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=names, help=help)
 
 
-def add_number(
-    parser: Any,
-    name: str,
-    least: float,
-    most: float = math.inf,
-    unit: str = "",
-    *,
-    kind: type = float,
-    metavar: str = "",
-    **options: Any,
-) -> None:
-    """Add an argument that is a finite number; its errors name the unit."""
-    what = f"a {'whole ' if kind is int else ''}number of "
-    what += f"at least {least:g}" if most == math.inf else f"{least:g} to {most:,.0f}"
-    what += f", in {unit}" if unit else ""
+def number(
+    least: float, most: float = math.inf, unit: str = "", kind: type = float
+) -> Callable[[str], float]:
+    """Return the type of an argument that is a finite number; its errors name the unit."""
+    ends = f"at least {least:g}" if most == math.inf else f"{least:g} to {most:,.0f}"
+    what = f"a {'whole ' * (kind is int)}number of {ends}{unit and f', in {unit}'}"
 
     def parse(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not (least <= value <= most and value < math.inf):
-            raise argparse.ArgumentTypeError(f"{text!r} should be {what}")
-        return value
+        with contextlib.suppress(ValueError):
+            if least <= (value := kind(text)) <= most and value < math.inf:
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} should be {what}")
 
-    parser.add_argument(name, type=parse, metavar=metavar or unit, **options)
+    return parse
 
 
 def read_model(path: str) -> Structure:
     """Read the structure in a file, or on stdin if its name is a dash."""
-    if path != "-":
-        return read_structure(path)
-    if sys.stdin is None:
+    if path == "-" and sys.stdin is None:
         raise CommandError("-: stdin is closed")
-    return read_structure(sys.stdin.buffer)
+    return read_structure(sys.stdin.buffer if path == "-" else path)
 
 
 def check_other(option: str, path: str, *sources: str | None, unless: str = "") -> None:
@@ -122,6 +108,12 @@ def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     start = perf_counter()
     yield
     seconds[name] = perf_counter() - start
+
+
+def times(seconds: dict[str, float]) -> str:
+    """Return times as text."""
+    units = ((name, s, "s") if s > 0.9995 else (name, 1e3 * s, "ms") for name, s in seconds.items())
+    return ", ".join(f"{name.replace('_', ' ')} {value:.3g} {unit}" for name, value, unit in units)
 
 
 def print_json(report: dict[str, Any]) -> None:

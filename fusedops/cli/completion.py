@@ -26,20 +26,12 @@ class _Print(argparse.Action):
         needs("shtab")
         import shtab
 
-        _tell_files(parser, shtab)
+        (commands,) = (action for action in parser._actions if isinstance(action.choices, dict))
+        for command in commands.choices.values():  # type: ignore[union-attr]
+            with contextlib.suppress(CommandError):
+                command.fill(command)
+            for action in command._actions:
+                if action.metavar in (*FILES, "DIR"):
+                    action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE
         print(shtab.complete(parser, shell))
         parser.exit()
-
-
-def _tell_files(parser: argparse.ArgumentParser, shtab: Any) -> None:
-    """Tell shtab which arguments of a parser and of its commands are files or folders."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for command in action.choices.values():
-                with contextlib.suppress(CommandError):
-                    command.fill(command)
-                _tell_files(command, shtab)
-        elif action.metavar in FILES:
-            action.complete = shtab.FILE  # type: ignore[attr-defined]
-        elif action.metavar == "DIR":
-            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]

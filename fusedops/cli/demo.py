@@ -1,4 +1,8 @@
-"""``fusedops demo``: every op on an example, on every backend that works here, and pictures."""
+"""Run every op on an example, on every backend that works here.
+
+Run every op on an example, with gradients, on every backend that works here; check each against the
+reference, and draw pictures. Exit code 1 if a check fails.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ import fusedops
 from fusedops import maps, wigner
 from fusedops._catalogue import TOLERANCE, Example, calls, steps_of
 from fusedops._frame import registry
+from fusedops._info import Info
 from fusedops.cli import check, common, pictures, tables
 from fusedops.samples import convolved, cubes, ubiquitin
 from fusedops.so2.op import orders
@@ -25,26 +30,20 @@ from fusedops.structure import planar_groups
 ROUNDS = 20
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "demo",
-        run=_command,
-        help="run every op on an example, on every backend that works here",
-        description="Run every op on an example, with gradients, on every backend that works here; "
-        "check each against the reference, and draw pictures. Exit code 1 if a check fails.",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
     help = "where to draw; pictures of single ops get names such as picture-planarity.png "
     help += "(default: %(default)s)"
     parser.add_argument("--picture", default="fusedops-demo.png", metavar="PNG", help=help)
 
 
-def _command(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     common.needs("gemmi", "matplotlib", "scipy")
     pictures.check_picture_name(args.picture)
+    info = fusedops.info()
     lines: list[tables.Row] = []
     with common.progress("checking", len(calls())) as advance:
         for op, (example, *_) in calls().items():
-            lines += rows(example)
+            lines += rows(example, info)
             advance(op.__name__)
     headings = ("op", "backend", "why", "ms", "error", "check")
     tables.show("Value and gradient, float64", headings, lines, right=3)
@@ -55,19 +54,19 @@ def _command(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def rows(example: Example) -> Iterator[tables.Row]:
+def rows(example: Example, info: Info) -> Iterator[tables.Row]:
     """Yield a table's row of every backend, with the time of values and gradients."""
-    info, op, exact = fusedops.info(), example.op, example.problem("medium")
+    op, exact = example.op, example.problem("medium")
     gpu = info.gpus and not info.backends["triton"].why_not
     best = op.explain(**(exact.to("cuda", "float64") if gpu else exact).arguments).backend
     for backend in registry.BACKENDS:
         if reason := info.backends[backend.name].why_not:
             yield [op.__name__, backend.name, reason, "-", "-", "-"], "dim"
             continue
-        given = check.given_to(backend, exact, backend.speaks, "float64")
-        off = max(check.errors_on(exact, given, backend).values())
+        given, errors = check.compared(exact, backend, backend.speaks, "float64")
         *_, last = steps_of(given, backend.name, given.cotangents).values()
-        failed, chosen = not off <= TOLERANCE["float64"], backend.name == best
+        off, chosen = max(errors.values()), backend.name == best
+        failed = not off <= TOLERANCE["float64"]
         first = f"chosen, the first that can serve on the {'GPU' if gpu else 'CPU'}"
         cells = [op.__name__, backend.name, first if chosen else "works too"]
         seconds = statistics.median(timeit.repeat(last, number=1, repeat=ROUNDS))

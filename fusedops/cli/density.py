@@ -1,4 +1,9 @@
-"""``fusedops density``: calculate the density map of a structure."""
+"""Calculate the density map of a structure.
+
+Calculate the electron density, or the potential for electrons, of a PDB, mmCIF or small-molecule
+CIF file, and write it as a CCP4 map: of the unit cell with its symmetry or, if the file has no
+cell, of a box around the atoms.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ import numpy as np
 import fusedops
 from fusedops import mapfiles, maps
 from fusedops.cli import common, pictures, tables
-from fusedops.cli.common import CommandError, add_number
+from fusedops.cli.common import CommandError, number, timed
 from fusedops.structure import Structure
 
 #: Atoms in each step of the progress bar. There are at most ten steps, since each costs an
@@ -23,39 +28,32 @@ from fusedops.structure import Structure
 _STEP = 40_000
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "density",
-        run=_command,
-        help="calculate the density map of a structure",
-        description="Calculate the electron density, or the potential for electrons, of a PDB, "
-        "mmCIF or small-molecule CIF file, and write it as a CCP4 map: of the unit cell with its "
-        "symmetry or, if the file has no cell, of a box around the atoms.",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("file", metavar="MODEL", help="PDB or CIF, also gzipped; - reads standard input")
     option("--out", required=True, metavar="MAP", help="output file (.ccp4, .map or .mrc)")
-    sampling, reach = (parser.add_mutually_exclusive_group() for _ in range(2))
+    sampling, reach = (parser.add_mutually_exclusive_group().add_argument for _ in range(2))
     help = "largest distance between voxels (default: 0.5, or by --resolution)"
-    add_number(sampling, "--spacing", 0.01, 100, "Å", help=help)
+    sampling("--spacing", type=number(0.01, 100, "Å"), metavar="Å", help=help)
     help = "take grid, cell, extent and origin of this CCP4 map, and print the correlation with it"
-    sampling.add_argument("--like", metavar="MAP", help=help)
+    sampling("--like", metavar="MAP", help=help)
     help = "make the spacing a third of this, as gemmi does; --blur follows from the spacing. "
-    add_number(parser, "--resolution", 0.1, 100, "Å", help=f"{help}Also the resolution of --mtz")
+    help += "Also the resolution of --mtz"
+    option("--resolution", type=number(0.1, 100, "Å"), metavar="Å", help=help)
     help = "form factors for electron scattering (cryo-EM) instead of X-rays"
     option("--electron", action="store_true", help=help)
     help = "radius of all atoms (default: by --n-sigma)"
-    add_number(reach, "--radius", 0.1, 100, "Å", help=help)
+    reach("--radius", type=number(0.1, 100, "Å"), metavar="Å", help=help)
     help = "radius in standard deviations of an atom's widest Gaussian, at least 2 Å "
     help += "(default: %(default)s)"
-    add_number(reach, "--n-sigma", 0.1, 100, metavar="S", default=4.0, help=help)
+    reach("--n-sigma", type=number(0.1, 100), metavar="S", default=4.0, help=help)
     help = "make a box with this margin around the atoms, even if the file has a cell "
     help += "(default without a cell, and the least allowed: the largest radius of an atom)"
-    add_number(parser, "--margin", 0, 1e6, "Å", help=help)
+    option("--margin", type=number(0, 1e6, "Å"), metavar="Å", help=help)
     help = "increase of all B (default: raises the smallest B to 72 spacing²)"
-    add_number(parser, "--blur", 0, 1e6, "Å²", help=help)
+    option("--blur", type=number(0, 1e6, "Å²"), metavar="Å²", help=help)
     help = "refuse a larger map (default: %(default)s, of 4 GB); --like has no limit"
-    add_number(parser, "--max-voxels", 1, kind=int, metavar="N", default=500_000_000, help=help)
+    option("--max-voxels", type=number(1, kind=int), metavar="N", default=500_000_000, help=help)
     common.add_backend(parser)
     help = "also write the structure factors of the map, H K L FC PHIC, with the blur taken back "
     help += "out, to --resolution or, by default, to twice the spacing, the limit of the grid"
@@ -68,16 +66,12 @@ def add(commands: Any) -> None:
     option("--json", action="store_true", help="print the report as JSON")
 
 
-def _command(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     common.needs("gemmi", *["matplotlib"] * bool(args.picture))
     _check_options(args)
-
-    def say(line: str) -> None:
-        if not args.json:
-            tables.write(line)
-
+    say = (lambda line: None) if args.json else tables.write
     seconds: dict[str, float] = {}
-    with common.timed(seconds, "read"):
+    with timed(seconds, "read"):
         structure = common.read_model(args.file)
         target = mapfiles.read_map(args.like) if args.like else None
         _warn(args, structure)
@@ -86,8 +80,9 @@ def _command(args: argparse.Namespace) -> int:
     limit = args.resolution or 2 * mapfiles.largest_spacing(grid)
     if args.mtz:
         mapfiles.check_reflections(args.mtz, grid, limit, blur)
-    shape = target.rho.shape if target else grid.shape
-    shown = replace(grid, start=target.start) if target else grid
+    shape, shown = grid.shape, grid
+    if target:
+        shape, shown = target.rho.shape, replace(grid, start=target.start)
     cuts = pictures.slices(args.slice, shown, shape) if args.picture else []
 
     kind, unit, sum_unit = "X-rays", "e/Å³", "electrons"
@@ -115,7 +110,7 @@ def _command(args: argparse.Namespace) -> int:
     parts = min(10, math.ceil(report["atoms"] / _STEP))
     backend = common.forced_backend(args.backend)
     options = {"radius": args.radius, "n_sigma": args.n_sigma, "backend": backend, "parts": parts}
-    with common.progress("placing atoms", parts) as advance, common.timed(seconds, "density"):
+    with common.progress("placing atoms", parts) as advance, timed(seconds, "density"):
         whole = maps.density_map(atoms, grid, **options, advance=advance)
     ccp4 = target.part(whole) if target else whole
     rho = ccp4.grid.array
@@ -130,29 +125,29 @@ def _command(args: argparse.Namespace) -> int:
         f"spacing {spacing:.4g} Å, blur {blur:.6g} Å², radius {reach:g} Å at most",
     ]
     mapfiles.set_labels(ccp4, lines)
-    with common.timed(seconds, "write"):
+    with timed(seconds, "write"):
         maps.write_map(args.out, ccp4)
     integral = float(rho.sum(dtype=np.float64)) * (grid.cell.volume / math.prod(grid.shape))
     served = maps.backend_of(atoms, grid, backend)
     say(f"{least:.3g} to {largest:.3g} {unit}, {integral:.6g} {sum_unit} in all, by {served}")
-    report |= {"least": least, "largest": largest, "integral": integral, "backend": served}
-    report |= {"map": args.out}
+    report |= {"least": least, "largest": largest, "integral": integral}
+    report |= {"backend": served, "map": args.out}
     if target:
         value = target.correlation(rho)
         report |= {"like": args.like, "correlation": value}
         told = "unknown: a map is constant" if value is None else f"{value:.4f}"
         say(f"correlation with {args.like}: {told}")
     if args.mtz:
-        with common.timed(seconds, "mtz"):
+        with timed(seconds, "mtz"):
             found = mapfiles.write_mtz(args.mtz, whole, grid, limit, blur=blur, lines=lines)
         report |= {"mtz": args.mtz, "resolution_angstrom": limit, "reflections": found}
         say(f"{found} reflections to {limit:.4g} Å")
     if args.picture:
         title = _title(dict(structure.gemmi.info).get("_entry.id") or name, report)
-        with common.timed(seconds, "picture"):
+        with timed(seconds, "picture"):
             pictures.draw_slices(args.picture, shown, rho, cuts, unit, title)
         report |= {"picture": args.picture}
-    say(", ".join(f"{what} {taken:.3g} s" for what, taken in seconds.items()))
+    say(common.times(seconds))
     say(f"wrote {' and '.join(filter(None, (args.out, args.mtz, args.picture)))}")
     if args.json:
         common.print_json(report)

@@ -1,4 +1,10 @@
-"""``fusedops planarity``: score the planar groups of a structure, and flatten them."""
+"""Score the planar groups of a structure, and flatten them.
+
+Score the peptide planes, planar side chains, bases and ligands of a PDB or mmCIF file. The Z of an
+atom in a plane is its distance from the plane over its sigma; the Z of a plane is its largest. rmsd
+and rmsZ are over all atoms of all planes. A plane is above 4σ if one of its atoms is; an atom
+counts once, even if it is in two planes.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +19,19 @@ import numpy as np
 
 import fusedops
 from fusedops.cli import common, tables
-from fusedops.cli.common import add_number, timed
+from fusedops.cli.common import number, timed
 from fusedops.flatness import LIMIT, PlaneScore, flatness, flattened
 from fusedops.planarity import FITS
 from fusedops.restraints import read_monomers, read_restraints
 from fusedops.structure import SIGMA, planar_groups
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "planarity",
-        run=_command,
-        help="score the planar groups of a structure, and flatten them",
-        description="Score the peptide planes, planar side chains, bases and ligands of a PDB or "
-        "mmCIF file. The Z of an atom in a plane is its distance from the plane over its sigma; "
-        "the Z of a plane is its largest. rmsd and rmsZ are over all atoms of all planes. A plane "
-        "is above 4σ if one of its atoms is; an atom counts once, even if it is in two planes.",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("file", metavar="FILE", help="PDB or mmCIF, also gzipped; - reads standard input")
     help = "sigma of the planes of proteins and nucleic acids (default: %(default)s); planes "
     help += "from a CIF have the sigmas there"
-    add_number(parser, "--sigma", 1e-4, 100, "Å", default=SIGMA, help=help)
+    option("--sigma", type=number(1e-4, 100, "Å"), metavar="Å", default=SIGMA, help=help)
     help = "take the planes of ligands, or of other residues, from this file; may be repeated, "
     help += "and the last file that has a residue counts"
     option("--restraints", action="append", default=[], metavar="CIF", help=help)
@@ -42,7 +39,7 @@ def add(commands: Any) -> None:
     help += "(default: CLIBD_MON of the environment)"
     option("--monomers", metavar="DIR", default=os.environ.get("CLIBD_MON"), help=help)
     help = "the number of worst planes to show (default: 10; all with --json or --csv)"
-    add_number(parser, "--top", 1, kind=int, metavar="N", help=help)
+    option("--top", type=number(1, kind=int), metavar="N", help=help)
     help = "the weights of atoms in the fit of a plane: 1 or 1/sigma² (default: %(default)s)"
     option("--fit", choices=FITS, default="uniform", help=help)
     common.add_backend(parser)
@@ -54,13 +51,13 @@ def add(commands: Any) -> None:
     option("--flatten", metavar="OUT", help=help)
     option("--overwrite", action="store_true", help="let --flatten write over FILE itself")
     help = "the most steps of --flatten (default: %(default)s)"
-    add_number(parser, "--steps", 1, kind=int, metavar="N", default=20, help=help)
+    option("--steps", type=number(1, kind=int), metavar="N", default=20, help=help)
     help = "strength of the tether K/2 |x - x0|² in 1/Å² (default: %(default)s, which lets an "
     help += "atom move by 0.2 Å at the cost of one sigma)"
-    add_number(parser, "--tether", 0, unit="1/Å²", metavar="K", default=25.0, help=help)
+    option("--tether", type=number(0, unit="1/Å²"), metavar="K", default=25.0, help=help)
 
 
-def _command(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     common.needs("gemmi", *["scipy"] * bool(args.flatten))
     seconds: dict[str, float] = {}
     with timed(seconds, "read"):
@@ -138,35 +135,27 @@ def _show_planes(planes: list[dict[str, Any]]) -> None:
 
 
 def _show(report: dict[str, Any], file: Any) -> None:
-    def line(name: str, text: str) -> None:
-        tables.write(f"{name:18}{text}", " " * 18, file)
-
-    counts, summary = report["counts"], report["summary"]
-    line("planes", "{planes} of {atoms_in_planes} atoms among {atoms}".format(**counts))
+    counts, summary, flat = report["counts"], report["summary"], report.get("flatten")
+    lines = {"planes": "{planes} of {atoms_in_planes} atoms among {atoms}".format(**counts)}
     if counts["planes"]:
-        line("rmsd from planes", f"{summary['rmsd_angstrom']:.4f} Å")
-        line("rmsZ", f"{summary['rmsz']:.2f}")
-        above = summary["planes_above_4_sigma"], summary["atoms_above_4_sigma"]
-        line(f"above {LIMIT}σ", "{} planes, {} atoms".format(*above))
-    line("waters", str(counts["waters"]))
+        lines["rmsd from planes"] = f"{summary['rmsd_angstrom']:.4f} Å"
+        lines["rmsZ"] = f"{summary['rmsz']:.2f}"
+        above = "{planes_above_4_sigma} planes, {atoms_above_4_sigma} atoms"
+        lines[f"above {LIMIT}σ"] = above.format(**summary)
+    lines["waters"] = str(counts["waters"])
     skipped = [f"{count} {name}" for name, count in counts["skipped"].items()]
     if len(skipped) > 20:
         skipped[20:] = [f"{len(skipped) - 20} more residue types (all with --json)"]
     if skipped:
         known = "planes not known; --restraints or --monomers may have them"
-        line("skipped", f"{', '.join(skipped)}: {known}")
-    line("NLL", f"{report['nll']:.2f}, {report['fit']} fit, by {report['backend']}")
-    times = ((name.replace("_", " "), value) for name, value in report["seconds"].items())
-    texts = (
-        f"{name} {value:.3g} s" if value > 0.9995 else f"{name} {1000 * value:.3g} ms"
-        for name, value in times
-    )
-    line("time", ", ".join(texts))
-    if flat := report.get("flatten"):
-        (nll, nll_after), (z, z_after) = flat["nll"], flat["worst_z"]
-        line(
-            "flattened",
-            f"{flat['steps']} steps in {flat['seconds']:.3g} s: NLL {nll:.2f} -> {nll_after:.2f}, "
-            f"worst Z {z:.2f} -> {z_after:.2f}, largest shift "
-            f"{flat['largest_shift_angstrom']:.3f} Å; wrote {flat['file']}",
-        )
+        lines["skipped"] = f"{', '.join(skipped)}: {known}"
+    lines["NLL"] = "{nll:.2f}, {fit} fit, by {backend}".format(**report)
+    lines["time"] = common.times(report["seconds"])
+    if flat:
+        lines["flattened"] = (
+            "{steps} steps in {seconds:.3g} s: NLL {nll[0]:.2f} -> {nll[1]:.2f}, worst Z "
+            "{worst_z[0]:.2f} -> {worst_z[1]:.2f}, largest shift {largest_shift_angstrom:.3f} Å; "
+            "wrote {file}"
+        ).format(**flat)
+    for name, text in lines.items():
+        tables.write(f"{name:18}{text}", " " * 18, file)

@@ -9,13 +9,12 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
-from fusedops._frame.arrays import ArrayT, cast, double, namespace, widened, zeros
+from fusedops._frame.arrays import ArrayT, cast, double, namespace, unit_solved, widened, zeros
 from fusedops._frame.check import (
     accumulator,
     flag,
     holds,
     indices,
-    is_tensor,
     no_overlap,
     real,
     refuse,
@@ -86,11 +85,8 @@ class _Chunk:
 
     def solved(self, right: Any, *, transposed: bool = False) -> Any:
         """Return x for which (1 + β overlap) x = right, or the transpose of the matrix times x."""
-        matrix = _transposed(self.system) if transposed else self.system
-        linalg = namespace(matrix).linalg
-        if is_tensor(matrix):
-            return linalg.solve_triangular(matrix, right, upper=transposed, unitriangular=True)
-        return linalg.solve(matrix + namespace(matrix).eye(matrix.shape[-1]), right)
+        system = _transposed(self.system) if transposed else self.system
+        return unit_solved(system, right, upper=transposed)
 
     def out(self) -> Any:
         across = self.scale * self.since * (self.q @ self.state)

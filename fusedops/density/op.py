@@ -28,21 +28,19 @@ from fusedops._frame.arrays import (
 )
 from fusedops._frame.check import (
     device_of,
-    is_tensor,
     no_derivative,
     one_of,
+    outside_of_transforms,
     positive,
     promoted,
     real,
-    traced,
+    unseen,
     warn,
 )
-from fusedops._frame.hook import bridge
 from fusedops._frame.kinds import Made
 from fusedops._frame.op import op, to_run
 from fusedops._frame.primitive import Call, Primitive
 from fusedops._frame.registry import BackendName
-from fusedops._frame.torch_private import private
 from fusedops.density.plan import CellLike, Lattice, read_lattice
 
 #: The share by which a voxel's squared distance may exceed an atom's squared radius. It keeps a
@@ -123,12 +121,10 @@ def atom_radius(b: ArrayT, widths: ArrayT, *, n_sigma: float = 4.0) -> ArrayT:
     [4.0, 9.75]
     """
     n_sigma = positive("atom_radius", "n_sigma", n_sigma)
-    if is_tensor(b):
-        return _radius(b.detach(), widths.detach(), n_sigma)
-    with np.errstate(invalid="ignore", over="ignore"):
-        return _radius(b, widths, n_sigma)
+    return _radius(detached(b), detached(widths), n_sigma)
 
 
+@np.errstate(invalid="ignore", over="ignore")
 def _radius(b: Any, widths: Any, n_sigma: float) -> Any:
     xp = namespace(b)
     mean_square = b / (8 * math.pi**2) if b.ndim == 1 else _eigenvalues(b)[1]
@@ -782,31 +778,15 @@ def _in(dtype: Any, value: Any) -> Any:
 def _constant(name: str, argument: str, value: Any) -> Any:
     """Return a constant array without the wrappers of torch.func."""
     no_derivative(name, argument, value)
-    return _outside_of_transforms(name, argument, value)
-
-
-def _outside_of_transforms(name: str, argument: str, value: Any) -> Any:
-    if is_tensor(value) and private().transforming():
-        return bridge().tensors.unwrapped(name, argument, value)
-    return value
-
-
-def _unseen(array: Any) -> bool:
-    """Return whether nobody may look at values: in compiled code, torch.vmap or a CUDA graph."""
-    if not is_tensor(array):
-        return False
-    torch = private()
-    mapped = torch.transforming() and any(level.key() == torch.vmap for level in torch.transforms())
-    captured = array.is_cuda and namespace(array).cuda.is_current_stream_capturing()
-    return mapped or captured or traced()
+    return outside_of_transforms(name, argument, value)
 
 
 def _raise_or_warn(name: str, on_bad: str, a: Any) -> None:
     """Raise if an atom has no density, or warn that it is left out."""
-    unseen = _unseen(a.xyz)
-    if on_bad != "raise" and (unseen or device_of(a.xyz) != "cpu"):
+    hidden = unseen(a.xyz)
+    if on_bad != "raise" and (hidden or device_of(a.xyz) != "cpu"):
         return
-    if unseen:
+    if hidden:
         raise TypeError(
             f"{name}: on_bad is 'raise', which has to look at the atoms; inside torch.compile, "
             "torch.vmap or a CUDA graph it should be 'skip' or 'clamp'"
@@ -941,7 +921,7 @@ def gaussian_density(
 
         def reach(b: Any, widths: Any) -> Any:
             b, widths = (
-                cast(_outside_of_transforms(name, argument, array), dtype)
+                cast(outside_of_transforms(name, argument, array), dtype)
                 for argument, array in (("b", b), ("widths", widths))
             )
             return atom_radius(b, widths, n_sigma=n_sigma)

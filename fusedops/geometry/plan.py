@@ -10,12 +10,8 @@ import numpy as np
 
 from fusedops._frame.arrays import grouped
 from fusedops._frame.check import (
-    device_of,
-    is_tensor,
-    no_derivative,
-    own_memory,
+    add_device,
     refuse,
-    same_device,
     size,
     values,
 )
@@ -207,7 +203,9 @@ def _table(
     found = {}
     for name, value in columns.items():
         if value is not None:
-            found[name] = _column(f"{kind}[{name!r}]", value, devices)
+            of = f"{kind}[{name!r}]"
+            found[name] = values("Restraints", of, value)
+            add_device("Restraints", devices, of, value)
     index = found["indices"]
     of = f"{kind}['indices']"
     if index.dtype.kind != "i":
@@ -235,17 +233,6 @@ def _table(
     twice = own & (ordered[:, 1:] == ordered[:, :-1]).any(1)
     _check(f"{kind}['indices']", index, ~twice, "of different atoms", ValueError)
     return found
-
-
-def _column(name: str, value: Any, devices: dict[str, str]) -> np.ndarray:
-    """Return a column as a NumPy array."""
-    if is_tensor(value):
-        own_memory("Restraints", name, value)
-        no_derivative("Restraints", name, value)
-        if devices:
-            same_device("Restraints", name, device_of(value), *next(iter(devices.items())))
-        devices[name] = device_of(value)
-    return values("Restraints", name, value)
 
 
 def _numbers(of: str, name: str, column: np.ndarray, count: int) -> np.ndarray:

@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 
 from fusedops._frame import registry
-from fusedops._frame.arrays import ArrayT, beside, cast, namespace, wide, zeros
-from fusedops._frame.check import flag, floats, is_tensor, size
+from fusedops._frame.arrays import ArrayT, beside, cast, namespace, table, wide, zeros
+from fusedops._frame.check import flag, floats, size
 from fusedops._frame.op import op, to_run
 from fusedops._frame.primitive import Call, Primitive
 from fusedops._frame.registry import BackendName
-from fusedops._frame.torch_private import private
 
 
 def matrix_size(lmax: int, packed: bool) -> tuple[int, ...]:
@@ -76,26 +75,6 @@ def coupling(l: int) -> np.ndarray:
             coefficients[l + m, j + m - m2, 1 + m2] = np.sqrt(square)
     lower = np.kron(_real_basis(j), _real_basis(1))
     return (_real_basis(l) @ coefficients.reshape(2 * l + 1, -1) @ lower.conj().T).real
-
-
-_couplings: dict[tuple[Any, ...], Any] = {}
-
-
-def _coupling(l: int, like: Any) -> Any:
-    """Return the coupling in the dtype and on the device of an array; copied to a GPU once."""
-    if not is_tensor(like):
-        return coupling(l).astype(like.dtype)
-    torch = namespace(like)
-    plain = type(like) in (torch.Tensor, torch.nn.Parameter)
-    # A tensor made under a transform is of no use outside of it.
-    if not plain or private().transforming():
-        return like.new_tensor(coupling(l))
-    key = l, like.dtype, like.device
-    if key not in _couplings:
-        # A tensor made in inference mode is of no use outside of it.
-        with torch.inference_mode(False):
-            _couplings[key] = torch.tensor(coupling(l), dtype=like.dtype, device=like.device)
-    return _couplings[key]
 
 
 def _normalized(vectors: Any) -> tuple[Any, Any, Any]:
@@ -204,7 +183,7 @@ def _degrees(R: Any, lmax: int) -> list[Any]:
     xp = namespace(R)
     matrices = [xp.ones_like(R[:, :1, :1]), R][: lmax + 1]
     for l in range(2, lmax + 1):
-        A = _coupling(l, R)
+        A = table(coupling, l, R)
         matrices.append(A @ _product(matrices[-1], R) @ A.T)
     return matrices
 
@@ -214,7 +193,7 @@ def _degrees_jvp(matrices: list[Any], R: Any, tR: Any) -> list[Any]:
     xp = namespace(R)
     tangents = [xp.zeros_like(R[:, :1, :1]), tR][: len(matrices)]
     for l in range(2, len(matrices)):
-        A = _coupling(l, R)
+        A = table(coupling, l, R)
         both = _product(tangents[-1], R) + _product(matrices[l - 1], tR)
         tangents.append(A @ both @ A.T)
     return tangents
@@ -264,7 +243,7 @@ def _vjp_formula(a: Any) -> tuple[Any]:
     dR = namespace(R).zeros_like(R)
     carried: Any = 0
     for l in range(lmax, 1, -1):
-        A = _coupling(l, R)
+        A = table(coupling, l, R)
         dproduct = A.T @ (carried + _block(g, l, layout)) @ A
         carried, dfactor = _factors_vjp(dproduct, matrices[l - 1], R)
         dR = dR + dfactor
@@ -290,7 +269,7 @@ def _vjp_vjp_formula(a: Any) -> tuple[Any, Any]:
     carried: Any = 0
     tcarried = namespace(R).zeros_like(_block(g, lmax, layout))
     for l in range(lmax, 1, -1):
-        A = _coupling(l, R)
+        A = table(coupling, l, R)
         dproduct = A.T @ (carried + _block(g, l, layout)) @ A
         tdproduct = A.T @ tcarried @ A
         carried, dfactor = _factors_vjp(dproduct, matrices[l - 1], R)

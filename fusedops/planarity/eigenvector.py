@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fusedops._frame.arrays import namespace
-from fusedops._frame.check import is_tensor
+from fusedops._frame.arrays import either, namespace
 from fusedops._frame.hook import bridge
 
 #: A group's second largest variance counts as zero below this share of the largest: the group is
@@ -25,8 +24,14 @@ def smallest_eigenvector(C: Any) -> Any:
 
     The eigenvector of a group without a plane is zero.
     """
-    if is_tensor(C):
-        return _differentiable().apply(C)
+    return either(C, _by_lapack, _by_jacobi)(C)
+
+
+def _by_jacobi(C: Any) -> Any:
+    return _differentiable().apply(C)
+
+
+def _by_lapack(C: np.ndarray) -> np.ndarray:
     values, vectors = np.linalg.eigh(C)
     return np.where((values[:, 1] > NO_PLANE * values[:, 2])[:, None], vectors[:, :, 0], 0.0)
 

@@ -11,11 +11,11 @@ import numpy as np
 
 from fusedops._frame.arrays import as_tensor
 from fusedops._frame.check import (
+    add_device,
     device_of,
     is_array,
     is_tensor,
     is_traced,
-    same_device,
     size,
     values,
 )
@@ -268,15 +268,14 @@ def arrays_of(plane_groups: Any) -> list[Any]:
 
 def checked_groups(arrays: Sequence[Any]) -> tuple[list[tuple[np.ndarray, np.ndarray]], str]:
     """Return all indices and sigmas as NumPy arrays, and the device that they came from."""
-    groups, device, first = [], None, None
+    groups: list[tuple[np.ndarray, np.ndarray]] = []
+    devices: dict[str, str] = {}
     for g, (index, sigma) in enumerate(zip(arrays[::2], arrays[1::2], strict=True)):
         group = f"plane_groups[{g}]"
         if not (type(index) is np.ndarray and type(sigma) is np.ndarray):
             pairs = (f"{group} indices", index), (f"{group} sigmas", sigma)
             for name, array in pairs:
-                if is_tensor(array):
-                    device, first = device or device_of(array), first or name
-                    same_device("Planes", name, device_of(array), first, device)
+                add_device("Planes", devices, name, array)
             index, sigma = (values("Planes", *pair) for pair in pairs)
         if index.dtype.kind != "i":
             raise TypeError(
@@ -299,7 +298,7 @@ def checked_groups(arrays: Sequence[Any]) -> tuple[list[tuple[np.ndarray, np.nda
                 f"for planes or {index.shape} for atoms"
             )
         groups.append((index, sigma))
-    return groups, device or "cpu"
+    return groups, next(iter(devices.values()), "cpu")
 
 
 def _refuse(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fusedops._frame.arrays import int64, namespace
+from fusedops._frame.arrays import either, int64, namespace
 from fusedops._frame.check import (
     alike,
     device_of,
@@ -264,9 +264,15 @@ def _indices(wa: Any, wbwc: Any) -> tuple[Any, Any]:
 
 def _extremes(wbwc: Any) -> tuple[Any, Any]:
     """Return the smallest and the largest offset of every cube, as int64."""
-    if is_tensor(wbwc):
-        flat = wbwc.flatten(1)
-        return (flat.amin(1).long(), flat.amax(1).long()) if flat.shape[1] else (flat, flat)
+    return either(wbwc, _extremes_here, _extremes_there)(wbwc)
+
+
+def _extremes_there(wbwc: Any) -> tuple[Any, Any]:
+    flat = wbwc.flatten(1)
+    return (flat.amin(1).long(), flat.amax(1).long()) if flat.shape[1] else (flat, flat)
+
+
+def _extremes_here(wbwc: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     flat = wbwc.reshape(len(wbwc), int(np.prod(wbwc.shape[1:])))
     low, high = np.zeros((2, len(flat)), np.int64)
 

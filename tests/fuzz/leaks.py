@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import os
 import sys
 import warnings
@@ -24,6 +25,8 @@ from .ledger import Ledger, Place
 from .problem import Family
 
 ROUNDS = 5
+#: Different calls, at most, of which a loop repeats the same ones in every round.
+KINDS = 100
 #: Bytes that all rounds but the first may take. A leak takes memory in every round;
 #: an allocator that reorganizes its heap takes it in one.
 BOUND = 2 << 20
@@ -52,21 +55,21 @@ def grown(family: Family, place: Place, calls: int, ledger: Ledger) -> list[int]
     """Return by how much memory grew in every round but the first."""
     base = plain(family)
     field, limit = family.growing
-    sizes = np.random.default_rng(0).permutation(calls) % limit + 1
+    trials: list[Trial] = []
+    for at, size in enumerate(np.random.default_rng(0).permutation(limit)[:KINDS] + 1):
+        description = base | {
+            field: family.sized(int(size)) if family.sized else int(size),
+            "layout": LAYOUTS[at % 3],
+            "tensor_layout": TENSOR_LAYOUTS[at % 3],
+            "packed": bool(at % 3),
+        }
+        trials.append(Trial(family.build(description), description, ledger, [place]))
     memory = []
     # The collector then visits only objects made from here on.
     gc.freeze()
-    for number, size in enumerate(sizes.tolist()):
+    for number, trial in zip(range(calls), itertools.cycle(trials)):
         if number % (calls // ROUNDS) == 0:
             memory.append(resident())
-        value = family.sized(size) if family.sized else size
-        description = base | {
-            field: value,
-            "layout": LAYOUTS[number % 3],
-            "tensor_layout": TENSOR_LAYOUTS[number % 3],
-            "packed": bool(number % 3),
-        }
-        trial = Trial(family.build(description), description, ledger, [place])
         _call(trial, place)
     memory.append(resident())
     gc.unfreeze()
