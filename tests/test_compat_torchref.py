@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import importlib.resources
 import importlib.util
 import inspect
 import math
@@ -40,8 +41,26 @@ def torchref():
         warnings.simplefilter("ignore")
         main = importlib.import_module("torchref.base.electron_density.main")
         importlib.import_module("torchref.base.targets.planarity")
+        importlib.import_module("torchref.topology.riding")
     yield main
     compat.unregister()
+
+
+@pytest.fixture
+def model(torchref):
+    """TorchRef's model of ubiquitin in float64, shaken, with restraints."""
+    dtypes = importlib.import_module("torchref").dtypes
+    before, dtypes.float = dtypes.float, torch.float64
+    try:
+        found = importlib.import_module("torchref.model").ModelFT(verbose=0, max_res=3.0)
+        found.load_pdb(str(importlib.resources.files("fusedops") / "data/1ubi.pdb"))
+        (xyz,) = found.parameters_of_types(("xyz",))
+        with torch.no_grad():
+            xyz += 0.1 * torch.randn(xyz.shape, generator=torch.Generator().manual_seed(1))
+        found.restraints.rebuild_vdw_restraints(found.xyz().detach())
+        yield found
+    finally:
+        dtypes.float = before
 
 
 def atoms(count, anisotropic=False, dtype=torch.float64):
@@ -401,6 +420,76 @@ class TestTorchRef:
         for theirs, ours in zip(*results, strict=True):
             assert_close(ours, theirs, 1e-9)
 
+    @pytest.mark.parametrize("hydrogens", [True, False], ids=["riding", "none"])
+    def test_targets_of_geometry(self, model, hydrogens):
+        """Every value and gradient, where a target is asked for alone and after the others."""
+        if not hydrogens:
+            model.restraints._h_topo = None
+        combined = importlib.import_module("torchref.refinement.targets.combined")
+        targets = {
+            **combined.TotalGeometryTarget(model, 0).targets(),
+            **combined.TotalADPTarget(model, 0).targets(),
+        }
+        leaves = model.parameters_of_types(("xyz", "adp"))
+
+        def found():
+            values = {name: target() for name, target in targets.items()}
+            total = sum((k + 1) * value for k, value in enumerate(values.values()))
+            joint = torch.autograd.grad(total, leaves)
+            alone = []
+            for name, target in targets.items():
+                value = target()
+                torch.testing.assert_close(value, values[name], rtol=0, atol=0)
+                alone += torch.autograd.grad(value, leaves, allow_unused=True)
+            return [*values.values(), *joint, *(x for x in alone if x is not None)]
+
+        theirs = found()
+        compat.register()
+        compat.register()
+        ours = found()
+        served = calls()
+        for one, other in zip(ours, theirs, strict=True):
+            assert_close(one, other, 1e-9)
+        for name in ("Bond", "Angle", "Torsion", "Chiral", "NonBondedH", "Planarity"):
+            assert served[f"{name}Target.forward"] == 2
+        assert served["ADPSimilarityTarget.forward"] == 2
+        compat.unregister()
+        assert not hasattr(type(targets["bond"]).forward, "theirs")
+        for one, other in zip(found(), theirs, strict=True):
+            assert_close(one, other, 1e-12)
+
+    def test_targets_follow_the_model(self, model):
+        """Values are kept for atoms that stay, and made anew for others, and for other contacts."""
+        combined = importlib.import_module("torchref.refinement.targets.combined")
+        targets = combined.TotalGeometryTarget(model, 0)
+        (xyz,) = model.parameters_of_types(("xyz",))
+        compat.register()
+        with torch.no_grad():
+            before = targets["angle"]()
+            assert targets["angle"]() is not None
+            xyz += 0.1 * torch.randn(xyz.shape, generator=torch.Generator().manual_seed(0))
+            assert targets["angle"]() > before
+            model.restraints.rebuild_vdw_restraints(model.xyz())
+            ours = targets.target_losses()
+            compat.unregister()
+            for name, value in targets.target_losses().items():
+                assert_close(ours[name], value, 1e-9)
+        assert targets["bond"]().requires_grad
+
+    def test_parameters_that_ours_lack_stay_torchrefs(self, model):
+        geometry = importlib.import_module("torchref.refinement.targets.geometry")
+        targets = [
+            geometry.NonBondedHTarget(model, sigma=0.2),
+            geometry.NonBondedHTarget(model, buffer=0.1),
+            geometry.NonBondedHTarget(model, r_exp=2.0),
+            geometry.TorsionTarget(model, w_cis_general=0.1),
+        ]
+        theirs = [target() for target in targets]
+        compat.register()
+        torch.testing.assert_close([target() for target in targets], theirs, rtol=0, atol=0)
+        assert not calls()["NonBondedHTarget.forward"]
+        assert not calls()["TorsionTarget.forward"]
+
     def test_structure_factors_of_its_engine(self, torchref):
         """The engine finds our density by itself, and its choice of plain torch stays."""
         context = importlib.import_module("torchref.model.context").ModelContext
@@ -418,9 +507,17 @@ class TestTorchRef:
         kind = atoms(30, dtype=torch.float32)
         theirs, _ = engine.compute_structure_factors(hkl, *kind)
         compat.register()
-        ours, _ = engine.compute_structure_factors(hkl, *kind)
+        ours, rho = engine.compute_structure_factors(hkl, *kind)
         assert calls()["build_electron_density"] == 1
         assert_close(ours, theirs, 1e-4)
+        assert calls()["SfFFT.map_to_structure_factors"] == 1
+        # Indices that alias, and a complex map, are TorchRef's.
+        for symmetric in (True, False):
+            for indices, map in ((hkl, rho), (50 * hkl, rho), (hkl, (1 + 2j) * rho)):
+                found = engine.map_to_structure_factors(map, indices, symmetric)
+                compat.unregister()
+                assert_close(found, engine.map_to_structure_factors(map, indices, symmetric), 1e-5)
+                compat.register()
         with backends.use_portable():
             plain, _ = engine.compute_structure_factors(hkl, *kind)
         assert_close(plain, theirs, 1e-4)

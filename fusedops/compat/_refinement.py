@@ -1,0 +1,332 @@
+"""Methods of TorchRef 0.7's classes by our ops, which `fusedops.compat.torchref.register` swaps.
+
+A method returns NotImplemented where our op can't serve the call; TorchRef's own does then.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fusedops import crystal
+from fusedops.geometry import Restraints, geometry_nll
+from fusedops.planarity import Planes, planarity_nll
+
+
+def asked_for_torch() -> bool:
+    """Return whether ``torchref.utils.use_portable`` asks for plain torch."""
+    theirs = sys.modules.get("torchref.utils.backends")
+    return bool(getattr(theirs, "force_portable", lambda: False)())
+
+
+def _unserved() -> bool:
+    return asked_for_torch() or torch.compiler.is_compiling()
+
+
+class _Kept:
+    """A result that is kept while the tensors that it follows from stay the same.
+
+    TorchRef keeps the results of modules by the same rules: a backward pass uses a result up, and
+    one without a graph serves no call that asks for gradients.
+    """
+
+    def __init__(self) -> None:
+        self.inputs: tuple[Any, ...] = ()
+        self.versions: tuple[int, ...] = ()
+        self.result: Any = None
+        self.used = True
+        self.differs = False
+
+    def get(self, inputs: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
+        """Return the result of `compute`, which follows from inputs: tensors, or any objects."""
+        versions = tuple([x._version for x in inputs if isinstance(x, torch.Tensor)])
+        grad = torch.is_grad_enabled()
+        if (
+            self.used
+            or (grad and not self.differs)
+            or versions != self.versions
+            or len(inputs) != len(self.inputs)
+            or any([new is not old for new, old in zip(inputs, self.inputs, strict=True)])
+        ):
+            self.result = compute()
+            self.inputs, self.versions = inputs, versions
+            self.used, self.differs = not _keeps(), grad
+            if isinstance(self.result, torch.Tensor) and self.result.requires_grad:
+                self.result.register_hook(_Use(self))
+        return self.result
+
+
+class _Use:
+    """A hook of a result's gradient, which marks the result as used up."""
+
+    def __init__(self, kept: _Kept) -> None:
+        # The result holds its hooks, and would hold itself.
+        self.kept = weakref.ref(kept)
+        self.of = weakref.ref(kept.result)
+
+    def __call__(self, gradient: Any) -> None:
+        kept = self.kept()
+        if kept is not None and kept.result is self.of():
+            kept.used = True
+
+
+def _keeps() -> bool:
+    return bool(sys.modules["torchref.config"].get_caching_enabled())
+
+
+# By engine, the reflections of a tensor of indices, by grid and crystal.
+_reflections: Any = WeakTensorKeyDictionary()
+
+
+def map_to_structure_factors(
+    engine: Any, density_map: Any, hkl: Any, apply_symmetry: bool = True
+) -> Any:
+    """Return structure factors by a real transform, whose operations take no pass over the map."""
+    real = density_map.ndim == 3 and not density_map.is_complex()
+    if _unserved() or not real or hkl.is_floating_point() or engine.fractional_matrix.requires_grad:
+        return NotImplemented
+    shape = tuple(density_map.shape)
+    key = shape, engine.ctx.crystal_key, apply_symmetry, str(density_map.device), hkl._version
+    kept = _reflections.setdefault(hkl, {})
+    if key not in kept:
+        kept.clear()
+        kept[key] = _laid_out(engine, hkl, shape, apply_symmetry, str(density_map.device))
+    if kept[key] is None:
+        return NotImplemented
+    return crystal.structure_factors(density_map, kept[key])
+
+
+def _laid_out(
+    engine: Any, hkl: Any, shape: tuple[int, ...], symmetric: bool, device: str
+) -> crystal.Reflections | None:
+    """Return reflections, or None where TorchRef's indices alias on the grid."""
+    operations = None
+    if symmetric:
+        group = engine.spacegroup
+        matrices, translations = (
+            x.detach().cpu().double().numpy() for x in (group.matrices, group.translations)
+        )
+        # float32 holds no twelfths.
+        translations = np.round(24 * translations) / 24
+        operations = np.concatenate([matrices, translations[:, :, None]], 2)
+    cell = engine.fractional_matrix.detach().cpu().double().numpy()
+    try:
+        return crystal.Reflections(hkl, cell, shape, operations=operations).to(device)
+    except ValueError:
+        return None
+
+
+class _Terms:
+    """The restraints of a model as ours, and the values for its present atoms."""
+
+    def __init__(self) -> None:
+        self.packed, self.value = _Kept(), _Kept()
+
+
+# By model.
+_terms: Any = weakref.WeakKeyDictionary()
+# By target.
+_of_target: Any = weakref.WeakKeyDictionary()
+
+_SIGMA, _EXPONENT, _W_CIS_PROLINE, _W_CIS = 0.3, 4.0, 0.05, 0.0005
+_OF_HYDROGENS = ("idx_i", "idx_j", "symop_idx", "cell_offset", "min_dist", "weight")
+
+
+def _nlls(target: Any) -> Any:
+    """Return the six values of a model's geometry from one pass over it, or NotImplemented."""
+    model, restraints = target.model, target.restraints
+    if _unserved() or restraints is None or "vdw" not in restraints.restraints:
+        return NotImplemented
+    xyz, tables, hydrogens = model.xyz(), restraints.restraints, _hydrogens(restraints)
+    groups = {
+        "bonds": tables.get("bond", {}).get("all", {}),
+        "angles": tables.get("angle", {}).get("all", {}),
+        "torsions": tables.get("torsion", {}).get("all", {}),
+        "omegas": tables.get("torsion", {}).get("omega", {}),
+        "chirals": tables.get("chiral", {}),
+        "contacts": tables["vdw"],
+    }
+    sources = [x for of in groups.values() for x in of.values() if isinstance(x, torch.Tensor)]
+    if hydrogens is not None:
+        sources += [getattr(hydrogens, f"cand_{name}") for name in _OF_HYDROGENS]
+    terms = _terms.setdefault(model, _Terms())
+    packed = terms.packed.get(
+        (*sources, hydrogens, model.cell, model.spacegroup),
+        lambda: _packed(groups, hydrogens, model, xyz),
+    )
+    if packed is None:
+        return NotImplemented
+
+    def values() -> Any:
+        atoms = xyz
+        if hydrogens is not None:
+            place = sys.modules["torchref.topology.riding"].place_riding_hydrogens
+            atoms = torch.cat([xyz, place(xyz, hydrogens)])
+        return geometry_nll(atoms, packed)
+
+    return terms.value.get((xyz, packed), values)
+
+
+def _hydrogens(restraints: Any) -> Any:
+    """Return the topology of riding hydrogens with contacts, or None."""
+    found = restraints.h_topo
+    return found if found is not None and found.n_hydrogens and found.has_candidates else None
+
+
+def _packed(groups: dict[str, Any], hydrogens: Any, model: Any, xyz: Any) -> Restraints | None:
+    """Return TorchRef's restraints as ours, or None if ours don't hold them."""
+
+    def columns(group: dict[str, Any], **names: str) -> dict[str, np.ndarray] | None:
+        index = group.get("indices")
+        if index is None or len(index) == 0:
+            return None
+        return {ours: _array(group[theirs]) for ours, theirs in names.items()}
+
+    plain = {"indices": "indices", "ideals": "references", "sigmas": "sigmas"}
+    torsions = [columns(groups["torsions"], **plain, periods="periods")]
+    omegas = columns(groups["omegas"], indices="indices", sigmas="sigmas", opposite="is_proline")
+    if torsions[0] is not None:
+        torsions[0]["opposite"] = np.zeros(len(torsions[0]["sigmas"]))
+    if omegas is not None:
+        count = len(omegas["sigmas"])
+        omegas |= {"ideals": np.full(count, 180.0), "periods": np.ones(count)}
+        omegas["opposite"] = np.where(omegas["opposite"], _W_CIS_PROLINE, _W_CIS)
+        torsions.append(omegas)
+    both = [table for table in torsions if table is not None]
+    merged = None
+    if both:
+        merged = {name: np.concatenate([table[name] for table in both]) for name in both[0]}
+        merged["periods"] = np.maximum(merged["periods"].astype(np.int64), 1)
+    try:
+        return Restraints(
+            bonds=columns(groups["bonds"], **plain),
+            angles=columns(groups["angles"], **plain),
+            torsions=merged,
+            chirals=columns(groups["chirals"], **{**plain, "ideals": "ideal_volumes"}),
+            contacts=_contacts(groups["contacts"], hydrogens, model, len(xyz)),
+        ).to(str(xyz.device))
+    except (IndexError, TypeError, ValueError):
+        return None
+
+
+def _array(x: Any) -> np.ndarray:
+    return x.detach().cpu().numpy()
+
+
+def _contacts(vdw: dict[str, Any], hydrogens: Any, model: Any, count: int) -> Any:
+    """Return the contacts of atoms, and then of riding hydrogens, which follow all atoms."""
+    names = "indices", "symop_indices", "cell_offsets", "min_distances", "weights"
+    parts = [[_array(vdw[name]) for name in names]] if len(vdw["indices"]) else []
+    if hydrogens is not None:
+        first, second, *others = (_array(getattr(hydrogens, f"cand_{n}")) for n in _OF_HYDROGENS)
+        parts.append([np.stack([first, second], 1), *others])
+    if not parts:
+        return None
+    index, symop, offset, distances, weights = map(np.concatenate, zip(*parts, strict=True))
+    # An operation and its whole shift, as one number.
+    low = offset.min(0)
+    span = offset.max(0) - low + 1
+    code = ((symop * span[0] + offset[:, 0] - low[0]) * span[1] + offset[:, 1] - low[1]) * span[2]
+    code = code + offset[:, 2] - low[2]
+    _, at, images = np.unique(code, return_index=True, return_inverse=True)
+    symop, offset = symop[at], offset[at]
+    group, cell = model.spacegroup, model.cell
+    matrices, translations, B = (
+        _array(x).astype(float)
+        for x in (group.matrices, group.translations, cell.fractional_matrix)
+    )
+    R = B @ matrices[symop] @ np.linalg.inv(B)
+    t = (translations[symop] + offset) @ B.T
+    own = (symop == 0) & (offset == 0).all(1)
+    return {
+        "indices": index,
+        "distances": distances,
+        "sigmas": _SIGMA,
+        "weights": weights,
+        "images": np.where(own[images], -1, images),
+        "operations": np.concatenate([R, t[:, :, None]], 2),
+    }
+
+
+def _term(place: int) -> Callable[[Any], Any]:
+    def forward(target: Any) -> Any:
+        nlls = _nlls(target)
+        return nlls if nlls is NotImplemented else nlls[place]
+
+    return forward
+
+
+def nonbonded(target: Any) -> Any:
+    """Return the contacts' value, with TorchRef's parameters, of atoms and riding hydrogens."""
+    parameters = target._sigma_vdw, target._r_exp, target._c_rep
+    usual = _of_target.setdefault(target, _Kept()).get(
+        parameters,
+        lambda: np.allclose(
+            [float(x) for x in parameters],
+            [_SIGMA, _EXPONENT, 1 / (_EXPONENT * _SIGMA**_EXPONENT)],
+            rtol=1e-6,
+        ),
+    )
+    return _term(4)(target) if usual and target.buffer == 0 else NotImplemented
+
+
+def torsion(target: Any) -> Any:
+    """Return the torsions' value, with TorchRef's priors of cis peptides."""
+    usual = (target.w_cis_proline, target.w_cis_general) == (_W_CIS_PROLINE, _W_CIS)
+    return _term(2)(target) if usual else NotImplemented
+
+
+def planarity(target: Any) -> Any:
+    """Return the planes' value, of planes that are laid out once."""
+    if _unserved():
+        return NotImplemented
+    planes = target.restraints.restraints.get("plane", {}).values()
+    groups = [
+        (plane["indices"], plane["sigmas"])
+        for plane in planes
+        if plane.get("indices") is not None
+        and len(plane["indices"])
+        and plane["indices"].shape[1] > 3
+    ]
+    if not groups:
+        return NotImplemented
+    xyz, terms = target.model.xyz(), _of_target.setdefault(target, _Terms())
+    sources = tuple([tensor for group in groups for tensor in group])
+    packed = terms.packed.get(sources, lambda: Planes(groups).to(str(xyz.device)))
+    return terms.value.get((xyz, packed), lambda: planarity_nll(xyz, packed))
+
+
+def similarity(target: Any) -> Any:
+    """Return the value of differences of B of bonded atoms, if all atoms are isotropic."""
+    pairs, b = target._get_pair_indices(), target.model.adp()
+    if _unserved() or not len(pairs) or not target.model._aniso_is_empty:
+        return NotImplemented
+    terms = _of_target.setdefault(target, _Terms())
+
+    def packing() -> Restraints:
+        columns = {"indices": _array(pairs), "sigmas": float(target._simu_sigma)}
+        return Restraints(b_pairs=columns).to(str(b.device))
+
+    packed = terms.packed.get((pairs, target._simu_sigma), packing)
+    xyz = target.model.xyz().detach()
+    return terms.value.get((b, packed), lambda: geometry_nll(xyz, packed, b)[5])
+
+
+_GEOMETRY = "torchref.refinement.targets.geometry"
+#: Methods by the module and class that have them, with the names of their arguments.
+METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "SfFFT.map_to_structure_factors": ("torchref.model.sf_fft", map_to_structure_factors),
+    "BondTarget.forward": (f"{_GEOMETRY}.bonds", _term(0)),
+    "AngleTarget.forward": (f"{_GEOMETRY}.angles", _term(1)),
+    "TorsionTarget.forward": (f"{_GEOMETRY}.torsions", torsion),
+    "ChiralTarget.forward": (f"{_GEOMETRY}.chiral", _term(3)),
+    "NonBondedHTarget.forward": (f"{_GEOMETRY}.non_bonded_h", nonbonded),
+    "PlanarityTarget.forward": (f"{_GEOMETRY}.planarity", planarity),
+    "ADPSimilarityTarget.forward": ("torchref.refinement.targets.adp.similarity", similarity),
+}
