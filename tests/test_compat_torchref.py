@@ -47,20 +47,32 @@ def torchref():
 
 
 @pytest.fixture
-def model(torchref):
-    """TorchRef's model of ubiquitin in float64, shaken, with restraints."""
+def in_float64(torchref):
     dtypes = importlib.import_module("torchref").dtypes
     before, dtypes.float = dtypes.float, torch.float64
-    try:
-        found = importlib.import_module("torchref.model").ModelFT(verbose=0, max_res=3.0)
-        found.load_pdb(str(importlib.resources.files("fusedops") / "data/1ubi.pdb"))
-        (xyz,) = found.parameters_of_types(("xyz",))
-        with torch.no_grad():
-            xyz += 0.1 * torch.randn(xyz.shape, generator=torch.Generator().manual_seed(1))
-        found.restraints.rebuild_vdw_restraints(found.xyz().detach())
-        yield found
-    finally:
-        dtypes.float = before
+    yield
+    dtypes.float = before
+
+
+@pytest.fixture
+def refinement(in_float64, tmp_path):
+    """TorchRef's refinement of ubiquitin in float64, with simulated amplitudes."""
+    files = importlib.import_module("bench.whole").simulated("1ubi", 3.0)
+    module = importlib.import_module("torchref.refinement.lbfgs_refinement")
+    model, amplitudes = map(str, files.write(tmp_path))
+    return module.LBFGSRefinement(data_file=amplitudes, pdb=model, verbose=0)
+
+
+@pytest.fixture
+def model(in_float64):
+    """TorchRef's model of ubiquitin in float64, shaken, with restraints."""
+    found = importlib.import_module("torchref.model").ModelFT(verbose=0, max_res=3.0)
+    found.load_pdb(str(importlib.resources.files("fusedops") / "data/1ubi.pdb"))
+    (xyz,) = found.parameters_of_types(("xyz",))
+    with torch.no_grad():
+        xyz += 0.1 * torch.randn(xyz.shape, generator=torch.Generator().manual_seed(1))
+    found.restraints.rebuild_vdw_restraints(found.xyz().detach())
+    return found
 
 
 def atoms(count, anisotropic=False, dtype=torch.float64):
@@ -489,6 +501,57 @@ class TestTorchRef:
         torch.testing.assert_close([target() for target in targets], theirs, rtol=0, atol=0)
         assert not calls()["NonBondedHTarget.forward"]
         assert not calls()["TorsionTarget.forward"]
+
+    def test_scales_and_solvent(self, refinement):
+        """The mask voxel by voxel; and scaled factors, with derivatives of both orders."""
+        scaler = refinement.scaler
+        with torch.no_grad():
+            scaler.U += 0.02 * torch.arange(6)
+            scaler.solvent.log_k_solvent.fill_(-1.0)
+        F = refinement.get_fcalc().detach().requires_grad_()
+        leaves = [F, *scaler.parameters()]
+        weights = torch.linspace(-1, 2, len(F), dtype=F.real.dtype)
+
+        def found():
+            scaled = scaler(F)
+            loss = (weights * scaled.abs()).sum()
+            first = torch.autograd.grad(loss, leaves, create_graph=True)
+            second = torch.autograd.grad(sum((dx.abs() ** 2).sum() for dx in first), leaves)
+            again = torch.autograd.grad((weights * scaler(F).abs()).sum(), leaves)
+            with torch.no_grad():
+                plain = scaler(F)
+            return [scaled, *first, *second, *again, plain]
+
+        theirs, mask = found(), scaler.solvent.get_solvent_mask()
+        compat.register()
+        ours = found()
+        torch.testing.assert_close(scaler.solvent.get_solvent_mask(), mask, rtol=0, atol=0)
+        for one, other in zip(ours, theirs, strict=True):
+            assert_close(one, other, 1e-9)
+        assert calls()["ScalerBase.forward"] == 3
+        assert calls()["SolventModel.get_solvent_mask"] == 1
+        with torch.no_grad():
+            scaler.c_iso += 0.1
+            ours = scaler(F)
+            compat.unregister()
+            assert_close(ours, scaler(F))
+            # A batch, and another solvent, are TorchRef's.
+            others = [(torch.stack([F, 2 * F]),), (F, 0 * F)]
+            theirs = [scaler(*arguments) for arguments in others]
+            compat.register()
+            ours = [scaler(*arguments) for arguments in others]
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+    def test_a_whole_refinement(self, torchref):
+        """Its command reaches the same R, and every method serves it."""
+        whole = importlib.import_module("bench.whole")
+        step = whole.whole_refinement("cpu")
+        problem = step.checks[0].make()
+        (theirs,) = step.reference(problem)
+        chain = step.ours(problem, "torch", "cpu", "float32", None)
+        (ours,) = chain.steps()[whole.FORWARD]()
+        np.testing.assert_allclose(ours, theirs, atol=1e-3)
+        assert calls() == {}
 
     def test_structure_factors_of_its_engine(self, torchref):
         """The engine finds our density by itself, and its choice of plain torch stays."""

@@ -5,10 +5,13 @@ A method returns NotImplemented where our op can't serve the call; TorchRef's ow
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
+
+import fusedops._frame.needs_torch  # noqa: F401
 
 import numpy as np
 import torch
@@ -106,20 +109,19 @@ def _laid_out(
     engine: Any, hkl: Any, shape: tuple[int, ...], symmetric: bool, device: str
 ) -> crystal.Reflections | None:
     """Return reflections, or None where TorchRef's indices alias on the grid."""
-    operations = None
-    if symmetric:
-        group = engine.spacegroup
-        matrices, translations = (
-            x.detach().cpu().double().numpy() for x in (group.matrices, group.translations)
-        )
-        # float32 holds no twelfths.
-        translations = np.round(24 * translations) / 24
-        operations = np.concatenate([matrices, translations[:, :, None]], 2)
+    operations = _operations(engine.spacegroup) if symmetric else None
     cell = engine.fractional_matrix.detach().cpu().double().numpy()
     try:
         return crystal.Reflections(hkl, cell, shape, operations=operations).to(device)
     except ValueError:
         return None
+
+
+def _operations(group: Any) -> np.ndarray:
+    """Return the operations (K, 3, 4) of TorchRef's space group."""
+    matrices, translations = (_array(x).astype(float) for x in (group.matrices, group.translations))
+    # float32 holds no twelfths.
+    return np.concatenate([matrices, np.round(24 * translations)[:, :, None] / 24], 2)
 
 
 class _Terms:
@@ -318,6 +320,172 @@ def similarity(target: Any) -> Any:
     return terms.value.get((b, packed), lambda: geometry_nll(xyz, packed, b)[5])
 
 
+class _Scaled(torch.autograd.Function):
+    """Structure factors with TorchRef's scale, anisotropy and bulk solvent, in few passes."""
+
+    @staticmethod
+    def forward(ctx: Any, F: Any, c_iso: Any, U: Any, k: Any, half: Any, n: Any, of: Any) -> Any:
+        iso, aniso = of.design @ c_iso, of.squares @ U
+        power = torch.exp(n * (of.log_s - half.log()).clamp(min=_LEAST_LOG))
+        falloff = -_LN2 * power
+        scale = iso.clamp(-10, 10)
+        of_atoms = torch.exp(scale + aniso.clamp(-10, 10))
+        of_solvent = k * torch.exp(scale + falloff.clamp(min=-30))
+        ctx.save_for_backward(F, c_iso, U, k, half, n)
+        ctx.of, ctx.saved = of, (iso, aniso, power, falloff, of_atoms, of_solvent)
+        return of_atoms * F + of_solvent * of.solvent
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        inputs, of = ctx.saved_tensors, ctx.of
+        if torch.is_grad_enabled():
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            wanted = [x if x.requires_grad else y for x, y in zip(inputs, leaves, strict=True)]
+            atoms, solvent = of.factors(*wanted[1:])
+            y = atoms * wanted[0] + solvent
+            return *torch.autograd.grad(y, wanted, dy, create_graph=True), None
+        F, _, _, k, half, n = inputs
+        iso, aniso, power, falloff, of_atoms, of_solvent = ctx.saved
+        dF = of_atoms * dy if ctx.needs_input_grad[0] else None
+        if not any(ctx.needs_input_grad[1:]):
+            return dF, None, None, None, None, None, None
+        atoms = of_atoms * _real_product(dy, F)
+        solvent = of_solvent * _real_product(dy, of.solvent)
+        dc = ((atoms + solvent) * (iso.abs() <= 10)) @ of.design
+        dU = (atoms * (aniso.abs() <= 10)) @ of.squares
+        log_ratio = of.log_s - half.log()
+        slope = solvent * (falloff >= -30) * -_LN2 * power
+        dn = slope @ log_ratio.clamp(min=_LEAST_LOG)
+        dhalf = -n / half * (slope * (log_ratio >= _LEAST_LOG)).sum()
+        return dF, dc, dU, solvent.sum() / k, dhalf, dn, None
+
+
+def _real_product(x: Any, y: Any) -> Any:
+    """Return the real part of conj(x) y."""
+    return torch.addcmul(x.real * y.real, x.imag, y.imag)
+
+
+_LN2, _LEAST_LOG = math.log(2), math.log(1e-12)
+
+
+class _Scale:
+    """The constants of a scaler's reflections."""
+
+    def __init__(self, scaler: Any, solvent: Any) -> None:
+        self.design, self.solvent = scaler._iso_design, solvent
+        s = scaler.s
+        x, y, z = s.T
+        products = torch.stack([x * x, y * y, z * z, 2 * x * y, 2 * x * z, 2 * y * z], 1)
+        self.squares = -2 * math.pi**2 * products
+        self.log_s = scaler._s_half_sq.log()
+
+    def factors(self, c_iso: Any, U: Any, k: Any, half: Any, n: Any) -> tuple[Any, Any]:
+        """Return the factor of atoms, and the term of solvent, by plain operations."""
+        scale = torch.exp((self.design @ c_iso).clamp(-10, 10))
+        power = torch.exp(n * (self.log_s - half.log()).clamp(min=_LEAST_LOG))
+        solvent = k * torch.exp((-_LN2 * power).clamp(min=-30)) * self.solvent
+        return scale * torch.exp((self.squares @ U).clamp(-10, 10)), scale * solvent
+
+
+def scaled(scaler: Any, fcalc: Any, f_sol_override: Any = None) -> Any:
+    """Return scaled structure factors of all reflections, with solvent."""
+    parts = (getattr(scaler, name, None) for name in ("c_iso", "U", "solvent"))
+    if (
+        _unserved()
+        or f_sol_override is not None
+        or fcalc.shape != scaler.bins.shape
+        or any([part is None for part in parts])
+    ):
+        return NotImplemented
+    if scaler._f_sol_raw is None:
+        scaler._f_sol_raw = scaler.solvent.get_rec_solvent(scaler.hkl)
+    sources = scaler._f_sol_raw, scaler._iso_design, scaler.s, scaler._s_half_sq
+    terms, of = _of_target.setdefault(scaler, _Terms()), scaler.solvent
+    constants = terms.packed.get(sources, lambda: _Scale(scaler, scaler._f_sol_raw))
+    refined = scaler.c_iso, scaler.U, of.log_k_solvent, of.log_ss_half, of.log_n_exp
+
+    def parameters() -> tuple[Any, ...]:
+        return scaler.c_iso, scaler.U, of.k_solvent(), of.ss_half(), of.n_exp()
+
+    if torch.is_grad_enabled() and any([x.requires_grad for x in refined]):
+        return _Scaled.apply(fcalc, *parameters(), constants)
+    with torch.no_grad():
+        factors = terms.value.get((*refined, constants), lambda: constants.factors(*parameters()))
+    return factors[0] * fcalc + factors[1]
+
+
+# Voxels of a chunk of atoms, which are tested at once.
+_CHUNK = 4_000_000
+
+
+def solvent_mask(solvent: Any) -> Any:
+    """Return TorchRef's flat mask, from one product of matrices for all distances to voxels.
+
+    Voxels are tested in float64, and the masks of all atoms are moved by the operations at once.
+    """
+    model = solvent.model
+    xyz, group = model.xyz(), model.fft.spacegroup
+    if _unserved() or not xyz.is_cpu or solvent.verbose > 1:
+        return NotImplemented
+    from torchref.scaling.solvent import _voxel_offsets_within, half_voxel_diagonal
+
+    radii, frac = model.get_vdw_radii(), model.fractional_matrix
+    xyz, radii = xyz.detach().double().numpy(), radii.detach().double().numpy()
+    if solvent.ignore_hydrogens:
+        heavy = ~_array(model.ctx.topology.atoms.is_hydrogen)
+        xyz, radii = xyz[heavy], radii[heavy]
+    shape = np.array(model.grid_shape)
+    reach = solvent.max_radius_angstrom + half_voxel_diagonal(frac, model.grid_shape)
+    dims = torch.tensor(model.grid_shape)
+    offsets = _array(_voxel_offsets_within(reach, dims, frac, "cpu"))
+    eroded = _array(_voxel_offsets_within(solvent.erosion_radius, dims, frac, "cpu", strict=True))
+
+    voxels = np.linalg.solve(_array(frac).astype(float), xyz.T).T * shape
+    nearest = np.rint(voxels)
+    step = _array(frac).astype(float) / shape
+    away, to_voxel = (nearest - voxels) @ step.T, offsets @ step.T
+    # A margin holds the voxels of atoms near the cell's faces.
+    margin = int(abs(offsets).max())
+    if margin > shape.min():
+        return NotImplemented
+    within = np.zeros((2, *(shape + 2 * margin)), np.float32)
+    strides = np.array(within.strides[1:]) // within.itemsize
+    atoms = (nearest.astype(int) % shape + margin) @ strides
+    steps = offsets.astype(int) @ strides
+    size = max(1, _CHUNK // len(offsets))
+    for low in range(0, len(xyz), size):
+        part = slice(low, low + size)
+        square = 2 * away[part] @ to_voxel.T
+        square += (away[part] ** 2).sum(1)[:, None]
+        square += (to_voxel**2).sum(1)
+        for mask, radius in zip(within, (radii, radii + solvent.solvent_radius), strict=True):
+            inside = square < radius[part, None] ** 2
+            mask.reshape(-1)[(atoms[part, None] + steps)[inside]] = 1
+    within = np.stack([_folded(mask, margin) for mask in within])
+    operations = _operations(group)
+    try:
+        protein, near = (crystal.symmetrize(mask, operations) > 0 for mask in within)
+    except ValueError:
+        return NotImplemented
+    far = ~(protein | near)
+    reached = np.zeros_like(far)
+    for offset in eroded.tolist():
+        reached |= np.roll(far, offset, (0, 1, 2))
+    solvent.register_buffer("solvent_mask", torch.from_numpy(far | (reached & ~protein)))
+    return solvent.solvent_mask
+
+
+def _folded(mask: np.ndarray, margin: int) -> np.ndarray:
+    """Return a periodic mask without its margin, whose voxels are moved into the cell."""
+    for axis in range(3):
+        mask = np.moveaxis(mask, axis, 0)
+        inner = mask[margin:-margin]
+        np.maximum(inner[:margin], mask[-margin:], out=inner[:margin])
+        np.maximum(inner[-margin:], mask[:margin], out=inner[-margin:])
+        mask = np.moveaxis(inner, 0, axis)
+    return mask
+
+
 _GEOMETRY = "torchref.refinement.targets.geometry"
 #: Methods by the module and class that have them, with the names of their arguments.
 METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
@@ -328,5 +496,7 @@ METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
     "ChiralTarget.forward": (f"{_GEOMETRY}.chiral", _term(3)),
     "NonBondedHTarget.forward": (f"{_GEOMETRY}.non_bonded_h", nonbonded),
     "PlanarityTarget.forward": (f"{_GEOMETRY}.planarity", planarity),
+    "ScalerBase.forward": ("torchref.scaling.scaler_base", scaled),
+    "SolventModel.get_solvent_mask": ("torchref.scaling.solvent", solvent_mask),
     "ADPSimilarityTarget.forward": ("torchref.refinement.targets.adp.similarity", similarity),
 }

@@ -155,7 +155,7 @@ def build_electron_density(
         dtype = settings.get_float_dtype() if settings else torch.float32
     if force_portable is None:
         force_portable = asked_for_torch()
-    rho = torch.zeros(tuple(grid_shape), dtype=dtype, device=device)
+    rho = None
     matrices = frac_matrix, inv_frac_matrix
     strained = has_tangent(matrices) or watched(matrices)
     atoms = [(xyz_iso, adp_iso, occ_iso, A_iso, B_iso)]
@@ -167,10 +167,10 @@ def build_electron_density(
             radius = atom_radius(b, B, n_sigma=n_sigma).clamp(max=LARGEST_RADIUS)
             on_bad: OnBad = "clamp" if b.ndim == 1 else "skip"
             if strained:
-                frac, inv_frac = frac_matrix.to(rho), inv_frac_matrix.to(rho)
+                frac, inv_frac = frac_matrix.to(xyz), inv_frac_matrix.to(xyz)
                 xyz, b, occupancy, A, B = _strained(xyz, b, occupancy, A, B, frac, inv_frac)
                 radius, on_bad = radius.repeat_interleave(len(b) // len(radius)), "raise"
-            rho = rho + gaussian_density(
+            drawn = gaussian_density(
                 xyz,
                 b,
                 occupancy,
@@ -181,6 +181,9 @@ def build_electron_density(
                 on_bad=on_bad,
                 backend="torch" if force_portable else None,
             )
+            rho = drawn if rho is None else rho + drawn
+    if rho is None:
+        return torch.zeros(tuple(grid_shape), dtype=dtype, device=device)
     return rho
 
 
