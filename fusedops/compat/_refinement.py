@@ -41,25 +41,26 @@ class _Kept:
 
     def __init__(self) -> None:
         self.inputs: tuple[Any, ...] = ()
-        self.versions: tuple[int, ...] = ()
+        self.states: list[tuple[int, int]] = []
         self.result: Any = None
         self.used = True
         self.differs = False
 
     def get(self, inputs: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
         """Return the result of `compute`, which follows from inputs: tensors, or any objects."""
-        versions = tuple([x._version for x in inputs if isinstance(x, torch.Tensor)])
+        states = [(x._version, x.data_ptr()) for x in inputs if isinstance(x, torch.Tensor)]
         grad = torch.is_grad_enabled()
         if (
             self.used
             or (grad and not self.differs)
-            or versions != self.versions
+            or states != self.states
             or len(inputs) != len(self.inputs)
             or any([new is not old for new, old in zip(inputs, self.inputs, strict=True)])
         ):
             self.result = compute()
-            self.inputs, self.versions = inputs, versions
-            self.used, self.differs = not _keeps(), grad
+            self.inputs, self.states = inputs, states
+            self.used = not _keeps()
+            self.differs = grad or not isinstance(self.result, torch.Tensor)
             if isinstance(self.result, torch.Tensor) and self.result.requires_grad:
                 self.result.register_hook(_Use(self))
         return self.result
@@ -133,8 +134,8 @@ class _Terms:
 
 # By model.
 _terms: Any = weakref.WeakKeyDictionary()
-# By target.
-_of_target: Any = weakref.WeakKeyDictionary()
+# By target or scaler.
+_of_module: Any = weakref.WeakKeyDictionary()
 
 _SIGMA, _EXPONENT, _W_CIS_PROLINE, _W_CIS = 0.3, 4.0, 0.05, 0.0005
 _OF_HYDROGENS = ("idx_i", "idx_j", "symop_idx", "cell_offset", "min_dist", "weight")
@@ -267,7 +268,7 @@ def _term(place: int) -> Callable[[Any], Any]:
 def nonbonded(target: Any) -> Any:
     """Return the contacts' value, with TorchRef's parameters, of atoms and riding hydrogens."""
     parameters = target._sigma_vdw, target._r_exp, target._c_rep
-    usual = _of_target.setdefault(target, _Kept()).get(
+    usual = _of_module.setdefault(target, _Kept()).get(
         parameters,
         lambda: np.allclose(
             [float(x) for x in parameters],
@@ -298,7 +299,7 @@ def planarity(target: Any) -> Any:
     ]
     if not groups:
         return NotImplemented
-    xyz, terms = target.model.xyz(), _of_target.setdefault(target, _Terms())
+    xyz, terms = target.model.xyz(), _of_module.setdefault(target, _Terms())
     sources = tuple([tensor for group in groups for tensor in group])
     packed = terms.packed.get(sources, lambda: Planes(groups).to(str(xyz.device)))
     return terms.value.get((xyz, packed), lambda: planarity_nll(xyz, packed))
@@ -309,7 +310,7 @@ def similarity(target: Any) -> Any:
     pairs, b = target._get_pair_indices(), target.model.adp()
     if _unserved() or not len(pairs) or not target.model._aniso_is_empty:
         return NotImplemented
-    terms = _of_target.setdefault(target, _Terms())
+    terms = _of_module.setdefault(target, _Terms())
 
     def packing() -> Restraints:
         columns = {"indices": _array(pairs), "sigmas": float(target._simu_sigma)}
@@ -394,13 +395,14 @@ def scaled(scaler: Any, fcalc: Any, f_sol_override: Any = None) -> Any:
         _unserved()
         or f_sol_override is not None
         or fcalc.shape != scaler.bins.shape
+        or not fcalc.is_complex()
         or any([part is None for part in parts])
     ):
         return NotImplemented
     if scaler._f_sol_raw is None:
         scaler._f_sol_raw = scaler.solvent.get_rec_solvent(scaler.hkl)
     sources = scaler._f_sol_raw, scaler._iso_design, scaler.s, scaler._s_half_sq
-    terms, of = _of_target.setdefault(scaler, _Terms()), scaler.solvent
+    terms, of = _of_module.setdefault(scaler, _Terms()), scaler.solvent
     constants = terms.packed.get(sources, lambda: _Scale(scaler, scaler._f_sol_raw))
     refined = scaler.c_iso, scaler.U, of.log_k_solvent, of.log_ss_half, of.log_n_exp
 
