@@ -12,6 +12,7 @@ import importlib.resources
 import importlib.util
 import inspect
 import math
+import re
 import sys
 import types
 import warnings
@@ -248,10 +249,12 @@ def test_the_scatter_adds_to_the_map():
 
 
 @pytest.fixture
-def stand_in(program):
+def stand_in(program, monkeypatch):
     """A TorchRef of the version that its functions' arguments tell."""
 
     def make(**functions):
+        for name in [*filter(re.compile(r"torchref\.").match, sys.modules)]:
+            monkeypatch.setitem(sys.modules, name, None)
         spec = types.SimpleNamespace()
         for name in ("torchref", "torchref.base", "torchref.base.targets", compat.DENSITY):
             program(name, __path__=[], __spec__=spec)
@@ -541,6 +544,18 @@ class TestTorchRef:
             compat.register()
             ours = [scaler(*arguments) for arguments in others]
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+    def test_modifications_of_monomers(self, torchref):
+        templates = importlib.import_module("torchref.topology.templates")
+        theirs = templates.read_mod_definitions()
+        compat.register()
+        ours = templates.read_mod_definitions()
+        for name in ["DEL-OXT", *list(theirs)[::50]]:
+            found = ours.get(name)
+            assert found.keys() == theirs[name].keys()
+            assert all(found[part].equals(theirs[name][part]) for part in found)
+        assert len(ours) < len(theirs)
+        assert ours.get("none") is None
 
     def test_a_whole_refinement(self, torchref):
         """Its command reaches the same R, and every method serves it."""

@@ -5,8 +5,12 @@ A method returns NotImplemented where our op can't serve the call; TorchRef's ow
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import math
 import sys
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -486,6 +490,29 @@ def _folded(mask: np.ndarray, margin: int) -> np.ndarray:
         np.maximum(inner[-margin:], mask[:margin], out=inner[-margin:])
         mask = np.moveaxis(inner, 0, axis)
     return mask
+
+
+class _Modifications(dict[str, Any]):
+    """TorchRef's modifications of monomers by name, each read when it is asked for."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            # TorchRef's reader parses all blocks of its library, some hundred; a model needs three.
+            theirs = vars(importlib.import_module("torchref.topology.monomer.modifications"))
+            block = f"mod_{name}"
+            blocks = {
+                key: of for key, of in theirs["read_library_blocks"]().items() if key == block
+            }
+            scope = {**theirs, "read_library_blocks": lambda: blocks}
+            reader = inspect.unwrap(theirs["read_mod_definitions"])
+            self.update(types.FunctionType(reader.__code__, scope)())
+        return super().get(name, default)
+
+
+@functools.cache
+def read_mod_definitions() -> dict[str, Any]:
+    """Return TorchRef's modifications of monomers."""
+    return _Modifications()
 
 
 _GEOMETRY = "torchref.refinement.targets.geometry"

@@ -27,7 +27,11 @@ from fusedops._frame.bridge.tensors import unwrapped
 from fusedops._frame.check import traced
 from fusedops._frame.torch_private import private
 from fusedops._swaps import Swap, start, stop
-from fusedops.compat._refinement import METHODS, asked_for_torch
+from fusedops.compat._refinement import (
+    METHODS,
+    asked_for_torch,
+    read_mod_definitions,  # noqa: F401 - served by its name
+)
 from fusedops.density import Lattice, atom_radius, gaussian_density
 from fusedops.density.op import COMPONENTS, LEAST_WIDTH, OnBad, gaussian_matrices
 from fusedops.planarity import planarity_nll
@@ -247,6 +251,7 @@ FUNCTIONS = {
     "build_electron_density": (f"{DENSITY}.main", DENSITY),
     "_do_structured_scatter": (f"{DENSITY}.main",),
     "_get_cpp_scatter": (f"{DENSITY}.main",),
+    "read_mod_definitions": ("torchref.topology.templates",),
 }
 _lock = threading.Lock()
 
