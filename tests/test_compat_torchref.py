@@ -504,6 +504,13 @@ class TestTorchRef:
         torch.testing.assert_close([target() for target in targets], theirs, rtol=0, atol=0)
         assert not calls()["NonBondedHTarget.forward"]
         assert not calls()["TorsionTarget.forward"]
+        bond, contacts = geometry.BondTarget(model), model.restraints.restraints["vdw"]
+        torch.testing.assert_close(bond(), bond())
+        assert calls()["BondTarget.forward"] == 2
+        contacts["weights"] = None
+        theirs = bond()
+        assert calls()["BondTarget.forward"] == 2
+        assert theirs.grad_fn.name() == "SumBackward0"
 
     def test_scales_and_solvent(self, refinement):
         """The mask voxel by voxel; and scaled factors, with derivatives of both orders."""

@@ -88,22 +88,24 @@ def _keeps() -> bool:
     return bool(sys.modules["torchref.config"].get_caching_enabled())
 
 
-# By engine, the reflections of a tensor of indices, by grid and crystal.
+# By tensor of indices, its reflections by grid and crystal; a refined cell makes new ones forever.
 _reflections: Any = WeakTensorKeyDictionary()
+_MOST_LAYOUTS = 4
 
 
 def map_to_structure_factors(
     engine: Any, density_map: Any, hkl: Any, apply_symmetry: bool = True
 ) -> Any:
     """Return structure factors by a real transform, whose operations take no pass over the map."""
-    real = density_map.ndim == 3 and not density_map.is_complex()
-    if _unserved() or not real or hkl.is_floating_point() or engine.fractional_matrix.requires_grad:
+    real, cell = density_map.ndim == 3 and not density_map.is_complex(), engine.fractional_matrix
+    if _unserved() or not real or hkl.is_floating_point() or cell is None or cell.requires_grad:
         return NotImplemented
     shape = tuple(density_map.shape)
     key = shape, engine.ctx.crystal_key, apply_symmetry, str(density_map.device), hkl._version
     kept = _reflections.setdefault(hkl, {})
     if key not in kept:
-        kept.clear()
+        if len(kept) == _MOST_LAYOUTS:
+            kept.clear()
         kept[key] = _laid_out(engine, hkl, shape, apply_symmetry, str(density_map.device))
     if kept[key] is None:
         return NotImplemented
@@ -142,13 +144,16 @@ _terms: Any = weakref.WeakKeyDictionary()
 _of_module: Any = weakref.WeakKeyDictionary()
 
 _SIGMA, _EXPONENT, _W_CIS_PROLINE, _W_CIS = 0.3, 4.0, 0.05, 0.0005
+_OF_CONTACTS = "indices", "symop_indices", "cell_offsets", "min_distances", "weights"
 _OF_HYDROGENS = ("idx_i", "idx_j", "symop_idx", "cell_offset", "min_dist", "weight")
 
 
 def _nlls(target: Any) -> Any:
     """Return the six values of a model's geometry from one pass over it, or NotImplemented."""
     model, restraints = target.model, target.restraints
-    if _unserved() or restraints is None or "vdw" not in restraints.restraints:
+    if _unserved() or restraints is None or model.cell is None or model.spacegroup is None:
+        return NotImplemented
+    if any([restraints.restraints.get("vdw", {}).get(name) is None for name in _OF_CONTACTS]):
         return NotImplemented
     xyz, tables, hydrogens = model.xyz(), restraints.restraints, _hydrogens(restraints)
     groups = {
@@ -228,8 +233,7 @@ def _array(x: Any) -> np.ndarray:
 
 def _contacts(vdw: dict[str, Any], hydrogens: Any, model: Any, count: int) -> Any:
     """Return the contacts of atoms, and then of riding hydrogens, which follow all atoms."""
-    names = "indices", "symop_indices", "cell_offsets", "min_distances", "weights"
-    parts = [[_array(vdw[name]) for name in names]] if len(vdw["indices"]) else []
+    parts = [[_array(vdw[name]) for name in _OF_CONTACTS]] if len(vdw["indices"]) else []
     if hydrogens is not None:
         first, second, *others = (_array(getattr(hydrogens, f"cand_{n}")) for n in _OF_HYDROGENS)
         parts.append([np.stack([first, second], 1), *others])
