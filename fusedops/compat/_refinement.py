@@ -221,7 +221,7 @@ def _packed(groups: dict[str, Any], hydrogens: Any, model: Any, xyz: Any) -> Res
             angles=columns(groups["angles"], **plain),
             torsions=merged,
             chirals=columns(groups["chirals"], **{**plain, "ideals": "ideal_volumes"}),
-            contacts=_contacts(groups["contacts"], hydrogens, model, len(xyz)),
+            contacts=_contacts(groups["contacts"], hydrogens, model),
         ).to(str(xyz.device))
     except (IndexError, TypeError, ValueError):
         return None
@@ -231,7 +231,7 @@ def _array(x: Any) -> np.ndarray:
     return x.detach().cpu().numpy()
 
 
-def _contacts(vdw: dict[str, Any], hydrogens: Any, model: Any, count: int) -> Any:
+def _contacts(vdw: dict[str, Any], hydrogens: Any, model: Any) -> Any:
     """Return the contacts of atoms, and then of riding hydrogens, which follow all atoms."""
     parts = [[_array(vdw[name]) for name in _OF_CONTACTS]] if len(vdw["indices"]) else []
     if hydrogens is not None:
@@ -240,20 +240,15 @@ def _contacts(vdw: dict[str, Any], hydrogens: Any, model: Any, count: int) -> An
     if not parts:
         return None
     index, symop, offset, distances, weights = map(np.concatenate, zip(*parts, strict=True))
-    # An operation and its whole shift, as one number.
-    low = offset.min(0)
-    span = offset.max(0) - low + 1
-    code = ((symop * span[0] + offset[:, 0] - low[0]) * span[1] + offset[:, 1] - low[1]) * span[2]
-    code = code + offset[:, 2] - low[2]
+    # An operation and its whole shift, as one number, which sorts fast.
+    low, high = offset.min(0), offset.max(0)
+    sizes = symop.max() + 1, *(high - low + 1)
+    code = np.ravel_multi_index((symop, *(offset - low).T), sizes)
     _, at, images = np.unique(code, return_index=True, return_inverse=True)
     symop, offset = symop[at], offset[at]
-    group, cell = model.spacegroup, model.cell
-    matrices, translations, B = (
-        _array(x).astype(float)
-        for x in (group.matrices, group.translations, cell.fractional_matrix)
-    )
-    R = B @ matrices[symop] @ np.linalg.inv(B)
-    t = (translations[symop] + offset) @ B.T
+    operations, B = _operations(model.spacegroup)[symop], _array(model.cell.fractional_matrix)
+    R = B @ operations[:, :, :3] @ np.linalg.inv(B.astype(float))
+    t = (operations[:, :, 3] + offset) @ B.T
     own = (symop == 0) & (offset == 0).all(1)
     return {
         "indices": index,
