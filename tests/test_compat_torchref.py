@@ -467,7 +467,7 @@ class TestTorchRef:
             assert_close(one, other, 1e-9)
         for name in ("Bond", "Angle", "Torsion", "Chiral", "NonBondedH", "Planarity"):
             assert served[f"{name}Target.forward"] == 2
-        assert served["ADPSimilarityTarget.forward"] == 2
+        assert served["ADPSimilarityTarget.forward"] == served["ADPLocalityTarget.forward"] == 2
         compat.unregister()
         assert not hasattr(type(targets["bond"]).forward, "theirs")
         for one, other in zip(found(), theirs, strict=True):
@@ -490,6 +490,29 @@ class TestTorchRef:
             for name, value in targets.target_losses().items():
                 assert_close(ours[name], value, 1e-9)
         assert targets["bond"]().requires_grad
+
+    def test_statistics_follow_the_model(self, model):
+        combined = importlib.import_module("torchref.refinement.targets.combined")
+        targets = combined.TotalGeometryTarget(model, 0), combined.TotalADPTarget(model, 0)
+        leaves = model.parameters_of_types(("xyz", "adp"))
+
+        def found():
+            stats = {k: v for target in targets for k, v in target.stats().items()}
+            return {f"{k}/{name}": x.value for k, v in stats.items() for name, x in v.items()}
+
+        for change in (0.0, 0.01, 0.02):
+            with torch.no_grad():
+                leaves[change == 0.02] += change
+            theirs = found()
+            compat.register()
+            for _ in range(2):
+                ours = found()
+                assert ours == pytest.approx(theirs, rel=1e-9)
+                ours.clear()
+            targets[0]["nonbonded"].buffer += 1.0
+            assert found()["nonbonded/loss"] > 2 * abs(theirs["nonbonded/loss"])
+            targets[0]["nonbonded"].buffer -= 1.0
+            compat.unregister()
 
     def test_parameters_that_ours_lack_stay_torchrefs(self, model):
         geometry = importlib.import_module("torchref.refinement.targets.geometry")

@@ -324,6 +324,46 @@ def similarity(target: Any) -> Any:
     return terms.value.get((b, packed), lambda: geometry_nll(xyz, packed, b)[5])
 
 
+def locality(target: Any, recompute_neighbors: bool = False) -> Any:
+    """Return the value of differences of ln B of neighbours, if all atoms are isotropic."""
+    model = target.model
+    if _unserved() or recompute_neighbors or not model._aniso_is_empty:
+        return NotImplemented
+    b, near, distances = model.adp(), target._neighbor_indices, target._neighbor_distances
+    if near is None or near.device != b.device or not near.numel():
+        return NotImplemented
+    terms = _of_module.setdefault(target, _Terms())
+    weights = terms.packed.get((distances,), lambda: 4 / (distances + 1e-6))
+
+    def value() -> Any:
+        log_b = torch.log(b.clamp(min=1e-3))
+        # Autograd sorts the indices of log_b[near], and adds to log_b in turn here.
+        others = log_b.index_select(0, near.reshape(-1)).reshape(near.shape)
+        return (weights * (log_b[:, None] - others).square()).sum()
+
+    return terms.value.get((b, near, weights), value)
+
+
+def statistics(targets: Any) -> Any:
+    """Return the statistics of targets, made once for the same atoms."""
+    if _unserved() or targets.model is None or targets.restraints is None:
+        return NotImplemented
+    groups = [x for kind in targets.restraints.restraints.values() for x in kind.values()]
+    inputs = [*targets.parameters(), *targets.buffers(), targets.restraints.h_topo]
+    for group in groups:
+        inputs += group.values() if isinstance(group, dict) else [group]
+    inputs += [x for target in targets.values() for x in vars(target).values()]
+
+    def found() -> dict[str, Any]:
+        each = {
+            name: target.stats() for name, target in targets.items() if hasattr(target, "stats")
+        }
+        return {name: of for name, of in each.items() if of}
+
+    kept = _of_module.setdefault(targets, _Kept()).get(tuple(inputs), found)
+    return {name: dict(of) for name, of in kept.items()}
+
+
 class _Scaled(torch.autograd.Function):
     """Structure factors with TorchRef's scale, anisotropy and bulk solvent, in few passes."""
 
@@ -524,6 +564,8 @@ METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
     "ChiralTarget.forward": (f"{_GEOMETRY}.chiral", _term(3)),
     "NonBondedHTarget.forward": (f"{_GEOMETRY}.non_bonded_h", nonbonded),
     "PlanarityTarget.forward": (f"{_GEOMETRY}.planarity", planarity),
+    "ADPLocalityTarget.forward": ("torchref.refinement.targets.adp.locality", locality),
+    "CombinedModelTargets.stats": ("torchref.refinement.targets.combined", statistics),
     "ScalerBase.forward": ("torchref.scaling.scaler_base", scaled),
     "SolventModel.get_solvent_mask": ("torchref.scaling.solvent", solvent_mask),
     "ADPSimilarityTarget.forward": ("torchref.refinement.targets.adp.similarity", similarity),
