@@ -58,6 +58,7 @@ def in_float64(torchref):
 @pytest.fixture
 def refinement(in_float64, tmp_path):
     """TorchRef's refinement of ubiquitin in float64, with simulated amplitudes."""
+    importlib.import_module("benches")
     files = importlib.import_module("bench.whole").simulated("1ubi", 3.0)
     module = importlib.import_module("torchref.refinement.lbfgs_refinement")
     model, amplitudes = map(str, files.write(tmp_path))
@@ -589,6 +590,7 @@ class TestTorchRef:
 
     def test_a_whole_refinement(self, torchref):
         """Its command reaches the same R, and every method serves it."""
+        importlib.import_module("benches")
         whole = importlib.import_module("bench.whole")
         step = whole.whole_refinement("cpu")
         problem = step.checks[0].make()

@@ -299,7 +299,8 @@ def register() -> None:
 
     In TorchRef 0.7 the targets of bonds, angles, torsions, chiral volumes and contacts, the latter
     with riding hydrogens, are the values of one call of `fusedops.geometry_nll`, kept while the
-    atoms stay. Targets with other parameters than TorchRef's defaults stay TorchRef's.
+    atoms stay. Targets with other parameters than TorchRef's defaults stay TorchRef's. Scales, the
+    solvent mask on the CPU, B restraints and statistics are served too.
 
     Examples
     --------
