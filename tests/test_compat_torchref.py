@@ -576,6 +576,11 @@ class TestTorchRef:
             ours = [scaler(*arguments) for arguments in others]
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
+    def test_methods_of_another_version_stay(self, torchref, monkeypatch):
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.6.4")
+        compat.register()
+        assert not any("." in name for name in calls())
+
     def test_modifications_of_monomers(self, torchref):
         templates = importlib.import_module("torchref.topology.templates")
         theirs = templates.read_mod_definitions()
