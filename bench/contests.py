@@ -72,6 +72,7 @@ class Contest:
     """
 
     threads: int | None = None
+    rounds: int | None = None
     tiny = False
     given: dict[str, tuple[Any, ...]]
     preparations: Mapping[str, Callable[[], Any]] = {}
@@ -85,7 +86,7 @@ class Contest:
     @property
     def times_host(self) -> bool:
         """Whether the host's own time with a call is measured."""
-        return self.device != "cpu"
+        return self.device != "cpu" and self.rounds is None
 
     def of_pass(self, what: str, rates: Rates) -> dict[str, Any]:
         """Return what the rows of a pass have in common."""
@@ -165,7 +166,7 @@ class OfStep(Contest):
 
     def __init__(self, step: Step, case: Case, asked: bool = False) -> None:
         super().__init__(step, step.name, case.name)
-        self.step, self.case, self.asked = step, case, asked
+        self.step, self.case, self.asked, self.rounds = step, case, asked, step.rounds
         self.tolerance = lambda gradient: step.tolerance
 
     def make(self) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import fusedops
-from bench import floors, language, memory, report, steps, uma
+from bench import floors, language, memory, report, steps, uma, whole
 from bench.contests import Contestant, OfOp, OfStep, backends_of
 from bench.peers import EMPTY, PEERS, Peer, Unsuited, versions
 from bench.steps import Step
@@ -38,6 +38,7 @@ from fusedops._frame import registry
 #: Whole steps, by name: functions from a device.
 STEPS: dict[str, Callable[[str], Step]] = {
     "refinement": steps.refinement,
+    "whole_refinement": whole.whole_refinement,
     "pair": steps.pair,
     "pair_float32": steps.pair_float32,
     "jet": language.jet,
@@ -184,7 +185,7 @@ class Bench:
                 host = contest.times_host and what in (FORWARD, BOTH)
                 if beside_empty:
                     host = (EMPTY, TORCH) in entries
-                found = self._timed(what, entries, tiny=contest.tiny, times_host=host)
+                found = self._timed(what, entries, contest.rounds, contest.tiny, host)
                 rows += [row | contest.of_pass(what, self.rates) for row in found]
         except (Unsuited, ImportError) as reason:
             self.skipped[f"{contest.op}, {contest.about['workload']}"] = str(reason)
@@ -270,7 +271,7 @@ class Bench:
         self,
         what: str,
         entries: dict[tuple[str, str], Contestant],
-        *,
+        rounds: int | None,
         tiny: bool,
         times_host: bool,
     ) -> list[dict[str, Any]]:
@@ -283,17 +284,17 @@ class Bench:
             rows[key] = row
             try:
                 step = each.steps[what]
-                if not tiny:
+                if not tiny and rounds is None:
                     row["peak_MB"] = memory.peak_MB(step, self.plan.device)
                 runs[key] = graphed(step) if each.how == GRAPH else step
             except Exception as error:  # no capture possible, or out of memory
                 row["refused"] = _word(error)
         # Full rounds of a slow step would take minutes.
-        times = interleaved(runs, self.wait, self.plan.seconds, host=tiny)
+        times = interleaved(runs, self.wait, self.plan.seconds, rounds or 25, host=tiny)
         for run, timing in times.items():
             rows[run] |= _times(scaled(timing, 1 / COPIES) if run[1] == GRAPH else timing)
         tensors = {key: run for key, run in runs.items() if key[1] == TORCH}
-        if tensors and self.plan.device == "cpu" and not tiny:
+        if tensors and self.plan.device == "cpu" and not tiny and rounds is None:
             times = interleaved(tensors, self.wait, self.plan.seconds, before=_product())
             for run, timing in times.items():
                 rows[run] |= {"alone_ms": rows[run]["ms"], **_times(timing)}

@@ -203,6 +203,8 @@ class Step:
         Whether the times of its parts add up to the whole's.
     captured : bool
         Whether a CUDA graph can hold the step: a program may wait for the GPU in it.
+    rounds : int or None
+        How often each program of a step of minutes is timed, which then is all that is measured.
     """
 
     name: str
@@ -218,6 +220,7 @@ class Step:
     hows: tuple[str, ...] = (NUMPY, TORCH)
     has_shares: bool = True
     captured: bool = True
+    rounds: int | None = None
 
 
 RESOLUTION = 2.0

@@ -87,8 +87,8 @@ def interleaved(
 ) -> dict[Any, Timing]:
     """Return the times of every run, taken in turns, with `seconds` for each in all.
 
-    Long runs get fewer rounds, five at least. With `host`, return the times that the host is
-    busy; with `before`, the times of runs that each follow a call of it.
+    Long runs get fewer of the rounds, five at least if there are as many. With `host`, return the
+    times that the host is busy; with `before`, the times of runs that each follow a call of it.
     """
     clock, (least, most) = (busy, CALLS) if host else (timed, (1, 100))
     if before is not None:
@@ -99,7 +99,7 @@ def interleaved(
         wait()
         once[name] = timed(run, wait, 1) / 1e3
     if once:
-        rounds = max(5, min(rounds, int(seconds * len(runs) / sum(once.values()))))
+        rounds = max(min(rounds, 5), min(rounds, int(seconds * len(runs) / sum(once.values()))))
     repeats = {n: max(least, min(most, int(seconds / rounds / t))) for n, t in once.items()}
     for name, run in runs.items():
         if repeats[name] > 1:

@@ -15,7 +15,7 @@ import pytest
 
 import benches
 import fusedops
-from bench import history, measure, memory, plot, report, steps, tables, terminal
+from bench import history, measure, memory, plot, report, steps, tables, terminal, whole
 from bench import timing as timings
 from bench.contests import OfOp, errors_of_step
 from bench.floors import Rates
@@ -1041,6 +1041,46 @@ def test_a_case_that_fails_leaves_the_others(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "MemoryError: a map of 1 TB" in out
     assert "tiny: atoms 36" in out
+
+
+@needs_torch
+@pytest.mark.usefixtures("quick_bench", "tiny_steps")
+def test_a_step_of_minutes_is_timed_in_few_rounds(monkeypatch, tmp_path):
+    made, rounds = replace(measure.STEPS["refinement"]("cpu"), rounds=2), []
+    monkeypatch.setattr(measure, "STEPS", {"refinement": lambda _: made})
+    timed = measure.interleaved
+
+    def counted(*args, **kwargs):
+        found = timed(*args, **kwargs)
+        rounds.extend(timing.rounds for timing in found.values())
+        return found
+
+    monkeypatch.setattr(measure, "interleaved", counted)
+    block = benches.run(tmp_path / "cpu.json", "--step", "refinement")["refinement"]
+    assert {*rounds} == {2}
+    assert len(rounds) == len(block["cases"])
+    for row in block["cases"]:
+        assert row["ms"] > 0
+        assert row.get("peak_MB") is row.get("alone_ms") is None
+
+
+@pytest.mark.usefixtures("tiny_steps")
+def test_simulated_files_hold_the_shaken_model_and_noisy_amplitudes(tmp_path):
+    gemmi = pytest.importorskip("gemmi")
+    files = whole.simulated("1ubi", 4.0, cycles=2)
+    model, amplitudes = files.write(tmp_path)
+    mtz = gemmi.read_mtz_file(str(amplitudes))
+    observed, sigma, work = (
+        mtz.column_with_label(name).array for name in ("F-obs", "SIGF-obs", "R-free-flags")
+    )
+    assert mtz.resolution_high() == pytest.approx(4, abs=0.1)
+    assert files.shape == {"atoms": 683, "reflections": len(observed), "cycles": 2}
+    assert sigma / observed == pytest.approx(whole.NOISE, rel=1)
+    assert {*work} == {0, 1}
+    assert 0.9 < work.mean() < 1
+    moved = [cra.atom.pos.tolist() for cra in gemmi.read_structure(str(model))[0].all()]
+    rms = np.sqrt(np.mean((np.array(moved) - fusedops.samples.ubiquitin().xyz) ** 2))
+    assert rms == pytest.approx(0.1, rel=0.05)
 
 
 @needs_torch

@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import importlib.resources
 import importlib.util
 import inspect
 import math
+import re
 import sys
 import types
 import warnings
@@ -40,8 +42,39 @@ def torchref():
         warnings.simplefilter("ignore")
         main = importlib.import_module("torchref.base.electron_density.main")
         importlib.import_module("torchref.base.targets.planarity")
+        importlib.import_module("torchref.topology.riding")
     yield main
     compat.unregister()
+
+
+@pytest.fixture
+def in_float64(torchref):
+    dtypes = importlib.import_module("torchref").dtypes
+    before, dtypes.float = dtypes.float, torch.float64
+    yield
+    dtypes.float = before
+
+
+@pytest.fixture
+def refinement(in_float64, tmp_path):
+    """TorchRef's refinement of ubiquitin in float64, with simulated amplitudes."""
+    importlib.import_module("benches")
+    files = importlib.import_module("bench.whole").simulated("1ubi", 3.0)
+    module = importlib.import_module("torchref.refinement.lbfgs_refinement")
+    model, amplitudes = map(str, files.write(tmp_path))
+    return module.LBFGSRefinement(data_file=amplitudes, pdb=model, verbose=0)
+
+
+@pytest.fixture
+def model(in_float64):
+    """TorchRef's model of ubiquitin in float64, shaken, with restraints."""
+    found = importlib.import_module("torchref.model").ModelFT(verbose=0, max_res=3.0)
+    found.load_pdb(str(importlib.resources.files("fusedops") / "data/1ubi.pdb"))
+    (xyz,) = found.parameters_of_types(("xyz",))
+    with torch.no_grad():
+        xyz += 0.1 * torch.randn(xyz.shape, generator=torch.Generator().manual_seed(1))
+    found.restraints.rebuild_vdw_restraints(found.xyz().detach())
+    return found
 
 
 def atoms(count, anisotropic=False, dtype=torch.float64):
@@ -217,10 +250,12 @@ def test_the_scatter_adds_to_the_map():
 
 
 @pytest.fixture
-def stand_in(program):
+def stand_in(program, monkeypatch):
     """A TorchRef of the version that its functions' arguments tell."""
 
     def make(**functions):
+        for name in [*filter(re.compile(r"torchref\.").match, sys.modules)]:
+            monkeypatch.setitem(sys.modules, name, None)
         spec = types.SimpleNamespace()
         for name in ("torchref", "torchref.base", "torchref.base.targets", compat.DENSITY):
             program(name, __path__=[], __spec__=spec)
@@ -401,6 +436,175 @@ class TestTorchRef:
         for theirs, ours in zip(*results, strict=True):
             assert_close(ours, theirs, 1e-9)
 
+    @pytest.mark.parametrize("hydrogens", [True, False], ids=["riding", "none"])
+    def test_targets_of_geometry(self, model, hydrogens):
+        """Every value and gradient, where a target is asked for alone and after the others."""
+        if not hydrogens:
+            model.restraints._h_topo = None
+        combined = importlib.import_module("torchref.refinement.targets.combined")
+        targets = {
+            **combined.TotalGeometryTarget(model, 0).targets(),
+            **combined.TotalADPTarget(model, 0).targets(),
+        }
+        leaves = model.parameters_of_types(("xyz", "adp"))
+
+        def found():
+            values = {name: target() for name, target in targets.items()}
+            total = sum((k + 1) * value for k, value in enumerate(values.values()))
+            joint = torch.autograd.grad(total, leaves)
+            alone = []
+            for name, target in targets.items():
+                value = target()
+                torch.testing.assert_close(value, values[name], rtol=0, atol=0)
+                alone += torch.autograd.grad(value, leaves, allow_unused=True)
+            return [*values.values(), *joint, *(x for x in alone if x is not None)]
+
+        theirs = found()
+        compat.register()
+        compat.register()
+        ours = found()
+        served = calls()
+        for one, other in zip(ours, theirs, strict=True):
+            assert_close(one, other, 1e-9)
+        for name in ("Bond", "Angle", "Torsion", "Chiral", "NonBondedH", "Planarity"):
+            assert served[f"{name}Target.forward"] == 2
+        assert served["ADPSimilarityTarget.forward"] == served["ADPLocalityTarget.forward"] == 2
+        compat.unregister()
+        assert not hasattr(type(targets["bond"]).forward, "theirs")
+        for one, other in zip(found(), theirs, strict=True):
+            assert_close(one, other, 1e-12)
+
+    def test_targets_follow_the_model(self, model):
+        """Values are kept for atoms that stay, and made anew for others, and for other contacts."""
+        combined = importlib.import_module("torchref.refinement.targets.combined")
+        targets = combined.TotalGeometryTarget(model, 0)
+        (xyz,) = model.parameters_of_types(("xyz",))
+        compat.register()
+        with torch.no_grad():
+            before = targets["angle"]()
+            assert targets["angle"]() is not None
+            xyz += 0.1 * torch.randn(xyz.shape, generator=torch.Generator().manual_seed(0))
+            assert targets["angle"]() > before
+            model.restraints.rebuild_vdw_restraints(model.xyz())
+            ours = targets.target_losses()
+            compat.unregister()
+            for name, value in targets.target_losses().items():
+                assert_close(ours[name], value, 1e-9)
+        assert targets["bond"]().requires_grad
+
+    def test_statistics_follow_the_model(self, model):
+        combined = importlib.import_module("torchref.refinement.targets.combined")
+        targets = combined.TotalGeometryTarget(model, 0), combined.TotalADPTarget(model, 0)
+        leaves = model.parameters_of_types(("xyz", "adp"))
+
+        def found():
+            stats = {k: v for target in targets for k, v in target.stats().items()}
+            return {f"{k}/{name}": x.value for k, v in stats.items() for name, x in v.items()}
+
+        for change in (0.0, 0.01, 0.02):
+            with torch.no_grad():
+                leaves[change == 0.02] += change
+            theirs = found()
+            compat.register()
+            for _ in range(2):
+                ours = found()
+                assert ours == pytest.approx(theirs, rel=1e-9)
+                ours.clear()
+            targets[0]["nonbonded"].buffer += 1.0
+            assert found()["nonbonded/loss"] > 2 * abs(theirs["nonbonded/loss"])
+            targets[0]["nonbonded"].buffer -= 1.0
+            compat.unregister()
+
+    def test_parameters_that_ours_lack_stay_torchrefs(self, model):
+        geometry = importlib.import_module("torchref.refinement.targets.geometry")
+        targets = [
+            geometry.NonBondedHTarget(model, sigma=0.2),
+            geometry.NonBondedHTarget(model, buffer=0.1),
+            geometry.NonBondedHTarget(model, r_exp=2.0),
+            geometry.TorsionTarget(model, w_cis_general=0.1),
+        ]
+        theirs = [target() for target in targets]
+        compat.register()
+        torch.testing.assert_close([target() for target in targets], theirs, rtol=0, atol=0)
+        assert not calls()["NonBondedHTarget.forward"]
+        assert not calls()["TorsionTarget.forward"]
+        bond, contacts = geometry.BondTarget(model), model.restraints.restraints["vdw"]
+        torch.testing.assert_close(bond(), bond())
+        assert calls()["BondTarget.forward"] == 2
+        contacts["weights"] = None
+        theirs = bond()
+        assert calls()["BondTarget.forward"] == 2
+        assert theirs.grad_fn.name() == "SumBackward0"
+
+    def test_scales_and_solvent(self, refinement):
+        """The mask voxel by voxel; and scaled factors, with derivatives of both orders."""
+        scaler = refinement.scaler
+        with torch.no_grad():
+            scaler.U += 0.02 * torch.arange(6)
+            scaler.solvent.log_k_solvent.fill_(-1.0)
+        F = refinement.get_fcalc().detach().requires_grad_()
+        leaves = [F, *scaler.parameters()]
+        weights = torch.linspace(-1, 2, len(F), dtype=F.real.dtype)
+
+        def found():
+            scaled = scaler(F)
+            loss = (weights * scaled.abs()).sum()
+            first = torch.autograd.grad(loss, leaves, create_graph=True)
+            second = torch.autograd.grad(sum((dx.abs() ** 2).sum() for dx in first), leaves)
+            again = torch.autograd.grad((weights * scaler(F).abs()).sum(), leaves)
+            with torch.no_grad():
+                plain = scaler(F)
+            return [scaled, *first, *second, *again, plain]
+
+        theirs, mask = found(), scaler.solvent.get_solvent_mask()
+        compat.register()
+        ours = found()
+        torch.testing.assert_close(scaler.solvent.get_solvent_mask(), mask, rtol=0, atol=0)
+        for one, other in zip(ours, theirs, strict=True):
+            assert_close(one, other, 1e-9)
+        assert calls()["ScalerBase.forward"] == 3
+        assert calls()["SolventModel.get_solvent_mask"] == 1
+        with torch.no_grad():
+            scaler.c_iso += 0.1
+            ours = scaler(F)
+            compat.unregister()
+            assert_close(ours, scaler(F))
+            # A batch, and another solvent, are TorchRef's.
+            others = [(torch.stack([F, 2 * F]),), (F, 0 * F)]
+            theirs = [scaler(*arguments) for arguments in others]
+            compat.register()
+            ours = [scaler(*arguments) for arguments in others]
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+    def test_methods_of_another_version_stay(self, torchref, monkeypatch):
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.6.4")
+        compat.register()
+        assert not any("." in name for name in calls())
+
+    def test_modifications_of_monomers(self, torchref):
+        templates = importlib.import_module("torchref.topology.templates")
+        theirs = templates.read_mod_definitions()
+        compat.register()
+        ours = templates.read_mod_definitions()
+        for name in ["DEL-OXT", *list(theirs)[::50]]:
+            found = ours.get(name)
+            assert found.keys() == theirs[name].keys()
+            assert all(found[part].equals(theirs[name][part]) for part in found)
+        assert len(ours) < len(theirs)
+        assert ours.get("none") is None
+
+    def test_a_whole_refinement(self, torchref):
+        """Its command reaches the same R, and every method serves it."""
+        importlib.import_module("benches")
+        whole = importlib.import_module("bench.whole")
+        step = whole.whole_refinement("cpu")
+        problem = step.checks[0].make()
+        (theirs,) = step.reference(problem)
+        chain = step.ours(problem, "torch", "cpu", "float32", None)
+        (ours,) = chain.steps()[whole.FORWARD]()
+        np.testing.assert_allclose(ours, theirs, atol=1e-3)
+        assert calls() == {}
+
     def test_structure_factors_of_its_engine(self, torchref):
         """The engine finds our density by itself, and its choice of plain torch stays."""
         context = importlib.import_module("torchref.model.context").ModelContext
@@ -418,9 +622,17 @@ class TestTorchRef:
         kind = atoms(30, dtype=torch.float32)
         theirs, _ = engine.compute_structure_factors(hkl, *kind)
         compat.register()
-        ours, _ = engine.compute_structure_factors(hkl, *kind)
+        ours, rho = engine.compute_structure_factors(hkl, *kind)
         assert calls()["build_electron_density"] == 1
         assert_close(ours, theirs, 1e-4)
+        assert calls()["SfFFT.map_to_structure_factors"] == 1
+        # Indices that alias, and a complex map, are TorchRef's.
+        for symmetric in (True, False):
+            for indices, map in ((hkl, rho), (50 * hkl, rho), (hkl, (1 + 2j) * rho)):
+                found = engine.map_to_structure_factors(map, indices, symmetric)
+                compat.unregister()
+                assert_close(found, engine.map_to_structure_factors(map, indices, symmetric), 1e-5)
+                compat.register()
         with backends.use_portable():
             plain, _ = engine.compute_structure_factors(hkl, *kind)
         assert_close(plain, theirs, 1e-4)

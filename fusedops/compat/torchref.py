@@ -1,8 +1,8 @@
-"""TorchRef's planes and densities, by `fusedops.planarity_nll` and `fusedops.gaussian_density`.
+"""TorchRef's densities, structure factors and targets of geometry, by our ops.
 
 TorchRef looks functions up in their modules whenever it calls them. `register` puts ours there,
 with the arguments of the installed version: planes for 0.5.1 to 0.7, densities for 0.6.0 to 0.7,
-and the scatter for 0.5.
+and the scatter for 0.5. Of 0.7 it also replaces methods, which `fusedops.compat._refinement` has.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ from fusedops._frame.bridge.modes import has_tangent, watched
 from fusedops._frame.bridge.tensors import unwrapped
 from fusedops._frame.check import traced
 from fusedops._frame.torch_private import private
+from fusedops._host.packages import release, version_of
 from fusedops._swaps import Swap, start, stop
+from fusedops.compat._refinement import (
+    METHODS,
+    asked_for_torch,
+    read_mod_definitions,  # noqa: F401 - served by its name
+)
 from fusedops.density import Lattice, atom_radius, gaussian_density
 from fusedops.density.op import COMPONENTS, LEAST_WIDTH, OnBad, gaussian_matrices
 from fusedops.planarity import planarity_nll
@@ -153,9 +159,8 @@ def build_electron_density(
     if dtype is None:
         dtype = settings.get_float_dtype() if settings else torch.float32
     if force_portable is None:
-        theirs = sys.modules.get("torchref.utils.backends")
-        force_portable = getattr(theirs, "force_portable", lambda: False)()
-    rho = torch.zeros(tuple(grid_shape), dtype=dtype, device=device)
+        force_portable = asked_for_torch()
+    rho = None
     matrices = frac_matrix, inv_frac_matrix
     strained = has_tangent(matrices) or watched(matrices)
     atoms = [(xyz_iso, adp_iso, occ_iso, A_iso, B_iso)]
@@ -167,10 +172,10 @@ def build_electron_density(
             radius = atom_radius(b, B, n_sigma=n_sigma).clamp(max=LARGEST_RADIUS)
             on_bad: OnBad = "clamp" if b.ndim == 1 else "skip"
             if strained:
-                frac, inv_frac = frac_matrix.to(rho), inv_frac_matrix.to(rho)
+                frac, inv_frac = frac_matrix.to(xyz), inv_frac_matrix.to(xyz)
                 xyz, b, occupancy, A, B = _strained(xyz, b, occupancy, A, B, frac, inv_frac)
                 radius, on_bad = radius.repeat_interleave(len(b) // len(radius)), "raise"
-            rho = rho + gaussian_density(
+            drawn = gaussian_density(
                 xyz,
                 b,
                 occupancy,
@@ -181,6 +186,9 @@ def build_electron_density(
                 on_bad=on_bad,
                 backend="torch" if force_portable else None,
             )
+            rho = drawn if rho is None else rho + drawn
+    if rho is None:
+        return torch.zeros(tuple(grid_shape), dtype=dtype, device=device)
     return rho
 
 
@@ -244,6 +252,7 @@ FUNCTIONS = {
     "build_electron_density": (f"{DENSITY}.main", DENSITY),
     "_do_structured_scatter": (f"{DENSITY}.main",),
     "_get_cpp_scatter": (f"{DENSITY}.main",),
+    "read_mod_definitions": ("torchref.topology.templates",),
 }
 _lock = threading.Lock()
 
@@ -273,7 +282,7 @@ def _served(swap: Swap, theirs: Any) -> Callable[..., Any]:
 
 
 def register() -> None:
-    """Serve TorchRef's planes, densities and scatters by our ops from now on.
+    """Serve TorchRef's densities, structure factors and restraints by our ops from now on.
 
     Call it in every process; `fusedops.compat.swaps` then counts calls. A second call changes
     nothing. Functions that a program has imported by name before stay TorchRef's; TorchRef's own
@@ -289,6 +298,11 @@ def register() -> None:
     TorchRef 0.5 has one radius for all atoms, and cubes in place of spheres; its densities stay.
     ``torchref.utils.use_portable`` asks for plain torch, in place of our kernels, too.
 
+    In TorchRef 0.7 the targets of bonds, angles, torsions, chiral volumes and contacts, the latter
+    with riding hydrogens, are the values of one call of `fusedops.geometry_nll`, kept while the
+    atoms stay. Targets with other parameters than TorchRef's defaults stay TorchRef's. Scales, the
+    solvent mask on the CPU, B restraints and statistics are served too.
+
     Examples
     --------
     >>> import fusedops.compat.torchref
@@ -296,20 +310,53 @@ def register() -> None:
     """
     importlib.import_module("torchref")
     with _lock:
-        places = {}
+        places: dict[str, tuple[Any, list[Any]]] = {}
         for name, modules in FUNCTIONS.items():
             found = [importlib.import_module(module) for module in modules if _has(module)]
             theirs = next((getattr(m, name) for m in found if hasattr(m, name)), None)
             if theirs and "radius_angstrom" not in inspect.signature(theirs).parameters:
                 places[name] = theirs, found
+        for name in METHODS if release(version_of("torchref") or "0")[:2] == (0, 7) else ():
+            owner = _class_of(name)
+            if owner is not None:
+                places[name] = getattr(owner, name.rpartition(".")[2]), [owner]
         for swap in start("torchref", places):
             theirs, found = places[swap.name]
             if hasattr(theirs, "theirs"):
                 continue
-            served = _served(swap, theirs)
-            for module in found:
-                if getattr(module, swap.name, None) is theirs:
-                    setattr(module, swap.name, served)
+            served = (_method if swap.name in METHODS else _served)(swap, theirs)
+            name = swap.name.rpartition(".")[2]
+            for owner in found:
+                if getattr(owner, name, None) is theirs:
+                    setattr(owner, name, served)
+
+
+def _class_of(name: str) -> Any:
+    """Return the class of the installed TorchRef that has a method as ours, or None."""
+    module, ours = METHODS[name]
+    owner, _, method = name.partition(".")
+    found = getattr(importlib.import_module(module), owner, None) if _has(module) else None
+    theirs = getattr(found, method, None)
+    if theirs is None:
+        return None
+    taken = list(inspect.signature(getattr(theirs, "theirs", theirs)).parameters)[1:]
+    return found if taken == list(inspect.signature(ours).parameters)[1:] else None
+
+
+def _method(swap: Swap, theirs: Any) -> Callable[..., Any]:
+    """Return our method in the place of TorchRef's, which serves the calls that ours can't."""
+    ours = METHODS[swap.name][1]
+
+    @functools.wraps(theirs)
+    def serve(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = ours(self, *args, **kwargs)
+        if found is NotImplemented:
+            return theirs(self, *args, **kwargs)
+        swap.count()
+        return found
+
+    serve.theirs = theirs  # type: ignore[attr-defined]
+    return serve
 
 
 def _has(module: str) -> bool:
@@ -336,3 +383,9 @@ def unregister() -> None:
                 theirs = getattr(getattr(module, name, None), "theirs", None)
                 if theirs is not None:
                     setattr(module, name, theirs)
+        for name, (place, _) in METHODS.items():
+            owner, _, method = name.partition(".")
+            of = getattr(sys.modules.get(place), owner, None)
+            theirs = getattr(getattr(of, method, None), "theirs", None)
+            if theirs is not None:
+                setattr(of, method, theirs)

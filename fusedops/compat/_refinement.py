@@ -1,0 +1,572 @@
+"""Methods of TorchRef 0.7's classes by our ops, which `fusedops.compat.torchref.register` swaps.
+
+A method returns NotImplemented where our op can't serve the call; TorchRef's own does then.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import math
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import fusedops._frame.needs_torch  # noqa: F401
+
+import numpy as np
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fusedops import crystal
+from fusedops.geometry import Restraints, geometry_nll
+from fusedops.planarity import Planes, planarity_nll
+
+
+def asked_for_torch() -> bool:
+    """Return whether ``torchref.utils.use_portable`` asks for plain torch."""
+    theirs = sys.modules.get("torchref.utils.backends")
+    return bool(getattr(theirs, "force_portable", lambda: False)())
+
+
+def _unserved() -> bool:
+    return asked_for_torch() or torch.compiler.is_compiling()
+
+
+class _Kept:
+    """A result that is kept while the tensors that it follows from stay the same.
+
+    TorchRef keeps the results of modules by the same rules: a backward pass uses a result up, and
+    one without a graph serves no call that asks for gradients.
+    """
+
+    def __init__(self) -> None:
+        self.inputs: tuple[Any, ...] = ()
+        self.states: list[tuple[int, int]] = []
+        self.result: Any = None
+        self.used = True
+        self.differs = False
+
+    def get(self, inputs: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
+        """Return the result of `compute`, which follows from inputs: tensors, or any objects."""
+        states = [(x._version, x.data_ptr()) for x in inputs if isinstance(x, torch.Tensor)]
+        grad = torch.is_grad_enabled()
+        if (
+            self.used
+            or (grad and not self.differs)
+            or states != self.states
+            or len(inputs) != len(self.inputs)
+            or any([new is not old for new, old in zip(inputs, self.inputs, strict=True)])
+        ):
+            self.result = compute()
+            self.inputs, self.states = inputs, states
+            self.used = not _keeps()
+            self.differs = grad or not isinstance(self.result, torch.Tensor)
+            if isinstance(self.result, torch.Tensor) and self.result.requires_grad:
+                self.result.register_hook(_Use(self))
+        return self.result
+
+
+class _Use:
+    """A hook of a result's gradient, which marks the result as used up."""
+
+    def __init__(self, kept: _Kept) -> None:
+        # The result holds its hooks, and would hold itself.
+        self.kept = weakref.ref(kept)
+        self.of = weakref.ref(kept.result)
+
+    def __call__(self, gradient: Any) -> None:
+        kept = self.kept()
+        if kept is not None and kept.result is self.of():
+            kept.used = True
+
+
+def _keeps() -> bool:
+    return bool(sys.modules["torchref.config"].get_caching_enabled())
+
+
+# By tensor of indices, its reflections by grid and crystal; a refined cell makes new ones forever.
+_reflections: Any = WeakTensorKeyDictionary()
+_MOST_LAYOUTS = 4
+
+
+def map_to_structure_factors(
+    engine: Any, density_map: Any, hkl: Any, apply_symmetry: bool = True
+) -> Any:
+    """Return structure factors by a real transform, whose operations take no pass over the map."""
+    real, cell = density_map.ndim == 3 and not density_map.is_complex(), engine.fractional_matrix
+    if _unserved() or not real or hkl.is_floating_point() or cell is None or cell.requires_grad:
+        return NotImplemented
+    shape = tuple(density_map.shape)
+    key = shape, engine.ctx.crystal_key, apply_symmetry, str(density_map.device), hkl._version
+    kept = _reflections.setdefault(hkl, {})
+    if key not in kept:
+        if len(kept) == _MOST_LAYOUTS:
+            kept.clear()
+        kept[key] = _laid_out(engine, hkl, shape, apply_symmetry, str(density_map.device))
+    if kept[key] is None:
+        return NotImplemented
+    return crystal.structure_factors(density_map, kept[key])
+
+
+def _laid_out(
+    engine: Any, hkl: Any, shape: tuple[int, ...], symmetric: bool, device: str
+) -> crystal.Reflections | None:
+    """Return reflections, or None where TorchRef's indices alias on the grid."""
+    operations = _operations(engine.spacegroup) if symmetric else None
+    cell = engine.fractional_matrix.detach().cpu().double().numpy()
+    try:
+        return crystal.Reflections(hkl, cell, shape, operations=operations).to(device)
+    except ValueError:
+        return None
+
+
+def _operations(group: Any) -> np.ndarray:
+    """Return the operations (K, 3, 4) of TorchRef's space group."""
+    matrices, translations = (_array(x).astype(float) for x in (group.matrices, group.translations))
+    # float32 holds no twelfths.
+    return np.concatenate([matrices, np.round(24 * translations)[:, :, None] / 24], 2)
+
+
+class _Terms:
+    """The restraints of a model as ours, and the values for its present atoms."""
+
+    def __init__(self) -> None:
+        self.packed, self.value = _Kept(), _Kept()
+
+
+# By model.
+_terms: Any = weakref.WeakKeyDictionary()
+# By target or scaler.
+_of_module: Any = weakref.WeakKeyDictionary()
+
+_SIGMA, _EXPONENT, _W_CIS_PROLINE, _W_CIS = 0.3, 4.0, 0.05, 0.0005
+_OF_CONTACTS = "indices", "symop_indices", "cell_offsets", "min_distances", "weights"
+_OF_HYDROGENS = ("idx_i", "idx_j", "symop_idx", "cell_offset", "min_dist", "weight")
+
+
+def _nlls(target: Any) -> Any:
+    """Return the six values of a model's geometry from one pass over it, or NotImplemented."""
+    model, restraints = target.model, target.restraints
+    if _unserved() or restraints is None or model.cell is None or model.spacegroup is None:
+        return NotImplemented
+    if any([restraints.restraints.get("vdw", {}).get(name) is None for name in _OF_CONTACTS]):
+        return NotImplemented
+    xyz, tables, hydrogens = model.xyz(), restraints.restraints, _hydrogens(restraints)
+    groups = {
+        "bonds": tables.get("bond", {}).get("all", {}),
+        "angles": tables.get("angle", {}).get("all", {}),
+        "torsions": tables.get("torsion", {}).get("all", {}),
+        "omegas": tables.get("torsion", {}).get("omega", {}),
+        "chirals": tables.get("chiral", {}),
+        "contacts": tables["vdw"],
+    }
+    sources = [x for of in groups.values() for x in of.values() if isinstance(x, torch.Tensor)]
+    if hydrogens is not None:
+        sources += [getattr(hydrogens, f"cand_{name}") for name in _OF_HYDROGENS]
+    terms = _terms.setdefault(model, _Terms())
+    packed = terms.packed.get(
+        (*sources, hydrogens, model.cell, model.spacegroup),
+        lambda: _packed(groups, hydrogens, model, xyz),
+    )
+    if packed is None:
+        return NotImplemented
+
+    def values() -> Any:
+        atoms = xyz
+        if hydrogens is not None:
+            place = sys.modules["torchref.topology.riding"].place_riding_hydrogens
+            atoms = torch.cat([xyz, place(xyz, hydrogens)])
+        return geometry_nll(atoms, packed)
+
+    return terms.value.get((xyz, packed), values)
+
+
+def _hydrogens(restraints: Any) -> Any:
+    """Return the topology of riding hydrogens with contacts, or None."""
+    found = restraints.h_topo
+    return found if found is not None and found.n_hydrogens and found.has_candidates else None
+
+
+def _packed(groups: dict[str, Any], hydrogens: Any, model: Any, xyz: Any) -> Restraints | None:
+    """Return TorchRef's restraints as ours, or None if ours don't hold them."""
+
+    def columns(group: dict[str, Any], **names: str) -> dict[str, np.ndarray] | None:
+        index = group.get("indices")
+        if index is None or len(index) == 0:
+            return None
+        return {ours: _array(group[theirs]) for ours, theirs in names.items()}
+
+    plain = {"indices": "indices", "ideals": "references", "sigmas": "sigmas"}
+    torsions = [columns(groups["torsions"], **plain, periods="periods")]
+    omegas = columns(groups["omegas"], indices="indices", sigmas="sigmas", opposite="is_proline")
+    if torsions[0] is not None:
+        torsions[0]["opposite"] = np.zeros(len(torsions[0]["sigmas"]))
+    if omegas is not None:
+        count = len(omegas["sigmas"])
+        omegas |= {"ideals": np.full(count, 180.0), "periods": np.ones(count)}
+        omegas["opposite"] = np.where(omegas["opposite"], _W_CIS_PROLINE, _W_CIS)
+        torsions.append(omegas)
+    both = [table for table in torsions if table is not None]
+    merged = None
+    if both:
+        merged = {name: np.concatenate([table[name] for table in both]) for name in both[0]}
+        merged["periods"] = np.maximum(merged["periods"].astype(np.int64), 1)
+    try:
+        return Restraints(
+            bonds=columns(groups["bonds"], **plain),
+            angles=columns(groups["angles"], **plain),
+            torsions=merged,
+            chirals=columns(groups["chirals"], **{**plain, "ideals": "ideal_volumes"}),
+            contacts=_contacts(groups["contacts"], hydrogens, model),
+        ).to(str(xyz.device))
+    except (IndexError, TypeError, ValueError):
+        return None
+
+
+def _array(x: Any) -> np.ndarray:
+    return x.detach().cpu().numpy()
+
+
+def _contacts(vdw: dict[str, Any], hydrogens: Any, model: Any) -> Any:
+    """Return the contacts of atoms, and then of riding hydrogens, which follow all atoms."""
+    parts = [[_array(vdw[name]) for name in _OF_CONTACTS]] if len(vdw["indices"]) else []
+    if hydrogens is not None:
+        first, second, *others = (_array(getattr(hydrogens, f"cand_{n}")) for n in _OF_HYDROGENS)
+        parts.append([np.stack([first, second], 1), *others])
+    if not parts:
+        return None
+    index, symop, offset, distances, weights = map(np.concatenate, zip(*parts, strict=True))
+    # An operation and its whole shift, as one number, which sorts fast.
+    low, high = offset.min(0), offset.max(0)
+    sizes = symop.max() + 1, *(high - low + 1)
+    code = np.ravel_multi_index((symop, *(offset - low).T), sizes)
+    _, at, images = np.unique(code, return_index=True, return_inverse=True)
+    symop, offset = symop[at], offset[at]
+    operations, B = _operations(model.spacegroup)[symop], _array(model.cell.fractional_matrix)
+    R = B @ operations[:, :, :3] @ np.linalg.inv(B.astype(float))
+    t = (operations[:, :, 3] + offset) @ B.T
+    own = (symop == 0) & (offset == 0).all(1)
+    return {
+        "indices": index,
+        "distances": distances,
+        "sigmas": _SIGMA,
+        "weights": weights,
+        "images": np.where(own[images], -1, images),
+        "operations": np.concatenate([R, t[:, :, None]], 2),
+    }
+
+
+def _term(place: int) -> Callable[[Any], Any]:
+    def forward(target: Any) -> Any:
+        nlls = _nlls(target)
+        return nlls if nlls is NotImplemented else nlls[place]
+
+    return forward
+
+
+def nonbonded(target: Any) -> Any:
+    """Return the contacts' value, with TorchRef's parameters, of atoms and riding hydrogens."""
+    parameters = target._sigma_vdw, target._r_exp, target._c_rep
+    usual = _of_module.setdefault(target, _Kept()).get(
+        parameters,
+        lambda: np.allclose(
+            [float(x) for x in parameters],
+            [_SIGMA, _EXPONENT, 1 / (_EXPONENT * _SIGMA**_EXPONENT)],
+            rtol=1e-6,
+        ),
+    )
+    return _term(4)(target) if usual and target.buffer == 0 else NotImplemented
+
+
+def torsion(target: Any) -> Any:
+    """Return the torsions' value, with TorchRef's priors of cis peptides."""
+    usual = (target.w_cis_proline, target.w_cis_general) == (_W_CIS_PROLINE, _W_CIS)
+    return _term(2)(target) if usual else NotImplemented
+
+
+def planarity(target: Any) -> Any:
+    """Return the planes' value, of planes that are laid out once."""
+    if _unserved():
+        return NotImplemented
+    planes = target.restraints.restraints.get("plane", {}).values()
+    groups = [
+        (plane["indices"], plane["sigmas"])
+        for plane in planes
+        if plane.get("indices") is not None
+        and len(plane["indices"])
+        and plane["indices"].shape[1] > 3
+    ]
+    if not groups:
+        return NotImplemented
+    xyz, terms = target.model.xyz(), _of_module.setdefault(target, _Terms())
+    sources = tuple([tensor for group in groups for tensor in group])
+    packed = terms.packed.get(sources, lambda: Planes(groups).to(str(xyz.device)))
+    return terms.value.get((xyz, packed), lambda: planarity_nll(xyz, packed))
+
+
+def similarity(target: Any) -> Any:
+    """Return the value of differences of B of bonded atoms, if all atoms are isotropic."""
+    pairs, b = target._get_pair_indices(), target.model.adp()
+    if _unserved() or not len(pairs) or not target.model._aniso_is_empty:
+        return NotImplemented
+    terms = _of_module.setdefault(target, _Terms())
+
+    def packing() -> Restraints:
+        columns = {"indices": _array(pairs), "sigmas": float(target._simu_sigma)}
+        return Restraints(b_pairs=columns).to(str(b.device))
+
+    packed = terms.packed.get((pairs, target._simu_sigma), packing)
+    xyz = target.model.xyz().detach()
+    return terms.value.get((b, packed), lambda: geometry_nll(xyz, packed, b)[5])
+
+
+def locality(target: Any, recompute_neighbors: bool = False) -> Any:
+    """Return the value of differences of ln B of neighbours, if all atoms are isotropic."""
+    model = target.model
+    if _unserved() or recompute_neighbors or not model._aniso_is_empty:
+        return NotImplemented
+    b, near, distances = model.adp(), target._neighbor_indices, target._neighbor_distances
+    if near is None or near.device != b.device or not near.numel():
+        return NotImplemented
+    terms = _of_module.setdefault(target, _Terms())
+    weights = terms.packed.get((distances,), lambda: 4 / (distances + 1e-6))
+
+    def value() -> Any:
+        log_b = torch.log(b.clamp(min=1e-3))
+        # Autograd sorts the indices of log_b[near], and adds to log_b in turn here.
+        others = log_b.index_select(0, near.reshape(-1)).reshape(near.shape)
+        return (weights * (log_b[:, None] - others).square()).sum()
+
+    return terms.value.get((b, near, weights), value)
+
+
+def statistics(targets: Any) -> Any:
+    """Return the statistics of targets, made once for the same atoms."""
+    if _unserved() or targets.model is None or targets.restraints is None:
+        return NotImplemented
+    groups = [x for kind in targets.restraints.restraints.values() for x in kind.values()]
+    inputs = [*targets.parameters(), *targets.buffers(), targets.restraints.h_topo]
+    for group in groups:
+        inputs += group.values() if isinstance(group, dict) else [group]
+    inputs += [x for target in targets.values() for x in vars(target).values()]
+
+    def found() -> dict[str, Any]:
+        each = {
+            name: target.stats() for name, target in targets.items() if hasattr(target, "stats")
+        }
+        return {name: of for name, of in each.items() if of}
+
+    kept = _of_module.setdefault(targets, _Kept()).get(tuple(inputs), found)
+    return {name: dict(of) for name, of in kept.items()}
+
+
+class _Scaled(torch.autograd.Function):
+    """Structure factors with TorchRef's scale, anisotropy and bulk solvent, in few passes."""
+
+    @staticmethod
+    def forward(ctx: Any, F: Any, c_iso: Any, U: Any, k: Any, half: Any, n: Any, of: Any) -> Any:
+        iso, aniso = of.design @ c_iso, of.squares @ U
+        power = torch.exp(n * (of.log_s - half.log()).clamp(min=_LEAST_LOG))
+        falloff = -_LN2 * power
+        scale = iso.clamp(-10, 10)
+        of_atoms = torch.exp(scale + aniso.clamp(-10, 10))
+        of_solvent = k * torch.exp(scale + falloff.clamp(min=-30))
+        ctx.save_for_backward(F, c_iso, U, k, half, n)
+        ctx.of, ctx.saved = of, (iso, aniso, power, falloff, of_atoms, of_solvent)
+        return of_atoms * F + of_solvent * of.solvent
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        inputs, of = ctx.saved_tensors, ctx.of
+        if torch.is_grad_enabled():
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            wanted = [x if x.requires_grad else y for x, y in zip(inputs, leaves, strict=True)]
+            atoms, solvent = of.factors(*wanted[1:])
+            y = atoms * wanted[0] + solvent
+            return *torch.autograd.grad(y, wanted, dy, create_graph=True), None
+        F, _, _, k, half, n = inputs
+        iso, aniso, power, falloff, of_atoms, of_solvent = ctx.saved
+        dF = of_atoms * dy if ctx.needs_input_grad[0] else None
+        if not any(ctx.needs_input_grad[1:]):
+            return dF, None, None, None, None, None, None
+        atoms = of_atoms * _real_product(dy, F)
+        solvent = of_solvent * _real_product(dy, of.solvent)
+        dc = ((atoms + solvent) * (iso.abs() <= 10)) @ of.design
+        dU = (atoms * (aniso.abs() <= 10)) @ of.squares
+        log_ratio = of.log_s - half.log()
+        slope = solvent * (falloff >= -30) * -_LN2 * power
+        dn = slope @ log_ratio.clamp(min=_LEAST_LOG)
+        dhalf = -n / half * (slope * (log_ratio >= _LEAST_LOG)).sum()
+        return dF, dc, dU, solvent.sum() / k, dhalf, dn, None
+
+
+def _real_product(x: Any, y: Any) -> Any:
+    """Return the real part of conj(x) y."""
+    return torch.addcmul(x.real * y.real, x.imag, y.imag)
+
+
+_LN2, _LEAST_LOG = math.log(2), math.log(1e-12)
+
+
+class _Scale:
+    """The constants of a scaler's reflections."""
+
+    def __init__(self, scaler: Any, solvent: Any) -> None:
+        self.design, self.solvent = scaler._iso_design, solvent
+        s = scaler.s
+        x, y, z = s.T
+        products = torch.stack([x * x, y * y, z * z, 2 * x * y, 2 * x * z, 2 * y * z], 1)
+        self.squares = -2 * math.pi**2 * products
+        self.log_s = scaler._s_half_sq.log()
+
+    def factors(self, c_iso: Any, U: Any, k: Any, half: Any, n: Any) -> tuple[Any, Any]:
+        """Return the factor of atoms, and the term of solvent, by plain operations."""
+        scale = torch.exp((self.design @ c_iso).clamp(-10, 10))
+        power = torch.exp(n * (self.log_s - half.log()).clamp(min=_LEAST_LOG))
+        solvent = k * torch.exp((-_LN2 * power).clamp(min=-30)) * self.solvent
+        return scale * torch.exp((self.squares @ U).clamp(-10, 10)), scale * solvent
+
+
+def scaled(scaler: Any, fcalc: Any, f_sol_override: Any = None) -> Any:
+    """Return scaled structure factors of all reflections, with solvent."""
+    parts = (getattr(scaler, name, None) for name in ("c_iso", "U", "solvent"))
+    if (
+        _unserved()
+        or f_sol_override is not None
+        or fcalc.shape != scaler.bins.shape
+        or not fcalc.is_complex()
+        or any([part is None for part in parts])
+    ):
+        return NotImplemented
+    if scaler._f_sol_raw is None:
+        scaler._f_sol_raw = scaler.solvent.get_rec_solvent(scaler.hkl)
+    sources = scaler._f_sol_raw, scaler._iso_design, scaler.s, scaler._s_half_sq
+    terms, of = _of_module.setdefault(scaler, _Terms()), scaler.solvent
+    constants = terms.packed.get(sources, lambda: _Scale(scaler, scaler._f_sol_raw))
+    refined = scaler.c_iso, scaler.U, of.log_k_solvent, of.log_ss_half, of.log_n_exp
+
+    def parameters() -> tuple[Any, ...]:
+        return scaler.c_iso, scaler.U, of.k_solvent(), of.ss_half(), of.n_exp()
+
+    if torch.is_grad_enabled() and any([x.requires_grad for x in refined]):
+        return _Scaled.apply(fcalc, *parameters(), constants)
+    with torch.no_grad():
+        factors = terms.value.get((*refined, constants), lambda: constants.factors(*parameters()))
+    return factors[0] * fcalc + factors[1]
+
+
+# Voxels of a chunk of atoms, which are tested at once.
+_CHUNK = 4_000_000
+
+
+def solvent_mask(solvent: Any) -> Any:
+    """Return TorchRef's flat mask, from one product of matrices for all distances to voxels.
+
+    Voxels are tested in float64, and the masks of all atoms are moved by the operations at once.
+    """
+    model = solvent.model
+    xyz, group = model.xyz(), model.fft.spacegroup
+    if _unserved() or not xyz.is_cpu or solvent.verbose > 1:
+        return NotImplemented
+    from torchref.scaling.solvent import _voxel_offsets_within, half_voxel_diagonal
+
+    radii, frac = model.get_vdw_radii(), model.fractional_matrix
+    xyz, radii = xyz.detach().double().numpy(), radii.detach().double().numpy()
+    if solvent.ignore_hydrogens:
+        heavy = ~_array(model.ctx.topology.atoms.is_hydrogen)
+        xyz, radii = xyz[heavy], radii[heavy]
+    shape = np.array(model.grid_shape)
+    reach = solvent.max_radius_angstrom + half_voxel_diagonal(frac, model.grid_shape)
+    dims = torch.tensor(model.grid_shape)
+    offsets = _array(_voxel_offsets_within(reach, dims, frac, "cpu"))
+    eroded = _array(_voxel_offsets_within(solvent.erosion_radius, dims, frac, "cpu", strict=True))
+
+    voxels = np.linalg.solve(_array(frac).astype(float), xyz.T).T * shape
+    nearest = np.rint(voxels)
+    step = _array(frac).astype(float) / shape
+    away, to_voxel = (nearest - voxels) @ step.T, offsets @ step.T
+    # A margin holds the voxels of atoms near the cell's faces.
+    margin = int(abs(offsets).max())
+    if margin > shape.min():
+        return NotImplemented
+    within = np.zeros((2, *(shape + 2 * margin)), np.float32)
+    strides = np.array(within.strides[1:]) // within.itemsize
+    atoms = (nearest.astype(int) % shape + margin) @ strides
+    steps = offsets.astype(int) @ strides
+    size = max(1, _CHUNK // len(offsets))
+    for low in range(0, len(xyz), size):
+        part = slice(low, low + size)
+        square = 2 * away[part] @ to_voxel.T
+        square += (away[part] ** 2).sum(1)[:, None]
+        square += (to_voxel**2).sum(1)
+        for mask, radius in zip(within, (radii, radii + solvent.solvent_radius), strict=True):
+            inside = square < radius[part, None] ** 2
+            mask.reshape(-1)[(atoms[part, None] + steps)[inside]] = 1
+    within = np.stack([_folded(mask, margin) for mask in within])
+    operations = _operations(group)
+    try:
+        protein, near = (crystal.symmetrize(mask, operations) > 0 for mask in within)
+    except ValueError:
+        return NotImplemented
+    far = ~(protein | near)
+    reached = np.zeros_like(far)
+    for offset in eroded.tolist():
+        reached |= np.roll(far, offset, (0, 1, 2))
+    solvent.register_buffer("solvent_mask", torch.from_numpy(far | (reached & ~protein)))
+    return solvent.solvent_mask
+
+
+def _folded(mask: np.ndarray, margin: int) -> np.ndarray:
+    """Return a periodic mask without its margin, whose voxels are moved into the cell."""
+    for axis in range(3):
+        mask = np.moveaxis(mask, axis, 0)
+        inner = mask[margin:-margin]
+        np.maximum(inner[:margin], mask[-margin:], out=inner[:margin])
+        np.maximum(inner[-margin:], mask[:margin], out=inner[-margin:])
+        mask = np.moveaxis(inner, 0, axis)
+    return mask
+
+
+class _Modifications(dict[str, Any]):
+    """TorchRef's modifications of monomers by name, each read when it is asked for."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            # TorchRef's reader parses all blocks of its library, some hundred; a model needs three.
+            theirs = vars(importlib.import_module("torchref.topology.monomer.modifications"))
+            block = f"mod_{name}"
+            blocks = {
+                key: of for key, of in theirs["read_library_blocks"]().items() if key == block
+            }
+            scope = {**theirs, "read_library_blocks": lambda: blocks}
+            reader = inspect.unwrap(theirs["read_mod_definitions"])
+            self.update(types.FunctionType(reader.__code__, scope)())
+        return super().get(name, default)
+
+
+@functools.cache
+def read_mod_definitions() -> dict[str, Any]:
+    """Return TorchRef's modifications of monomers."""
+    return _Modifications()
+
+
+_GEOMETRY = "torchref.refinement.targets.geometry"
+#: Methods by the module and class that have them, with the names of their arguments.
+METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "SfFFT.map_to_structure_factors": ("torchref.model.sf_fft", map_to_structure_factors),
+    "BondTarget.forward": (f"{_GEOMETRY}.bonds", _term(0)),
+    "AngleTarget.forward": (f"{_GEOMETRY}.angles", _term(1)),
+    "TorsionTarget.forward": (f"{_GEOMETRY}.torsions", torsion),
+    "ChiralTarget.forward": (f"{_GEOMETRY}.chiral", _term(3)),
+    "NonBondedHTarget.forward": (f"{_GEOMETRY}.non_bonded_h", nonbonded),
+    "PlanarityTarget.forward": (f"{_GEOMETRY}.planarity", planarity),
+    "ADPLocalityTarget.forward": ("torchref.refinement.targets.adp.locality", locality),
+    "CombinedModelTargets.stats": ("torchref.refinement.targets.combined", statistics),
+    "ScalerBase.forward": ("torchref.scaling.scaler_base", scaled),
+    "SolventModel.get_solvent_mask": ("torchref.scaling.solvent", solvent_mask),
+    "ADPSimilarityTarget.forward": ("torchref.refinement.targets.adp.similarity", similarity),
+}
