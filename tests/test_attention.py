@@ -80,6 +80,23 @@ def test_logits_may_be_far_from_zero(backend):
     np.testing.assert_allclose(out[:, :, 0], arrays["v"][:, :, 5])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_masks_by_a_large_bias(backend, dtype):
+    """All keys of a query have the same bias, beside which the denominator's logarithm is lost."""
+    arrays = {name: x.astype(dtype) for name, x in given(1, 2, 4, 300, 1, 4).items()}
+    arrays["q"][:] = 0
+    for query, value in enumerate((-1e9, np.finfo(dtype).min, 1e30)):
+        arrays["bias"][..., query, :] = value
+    out, pullback = triangle_attention.vjp(**arrays, backend=backend)
+    want, other = triangle_attention.vjp(
+        **{name: x.astype("f8") for name, x in arrays.items()}, backend="numpy"
+    )
+    assert error(out, want) < 1e-5
+    dout = np.random.default_rng(2).normal(size=out.shape)
+    for got, wanted in zip(pullback(dout.astype(dtype)), other(dout), strict=True):
+        assert error(got, wanted) < 2e-5
+
+
 def test_a_nan_stays_in_its_row_and_query(backend):
     arrays = {name: x.astype("f4") for name, x in given(1, 3, 4, 20, 2, 4).items()}
     arrays["q"][0, 1, 2, 0, 3] = np.nan

@@ -51,7 +51,6 @@ def triangle_attention_vjp(a: Any, y: Any) -> None:
     sums = (batch, heads, parts, queries, a.k.shape[2])
     _attention.backward(
         *_arguments(a),
-        np.ascontiguousarray(a.lse),
         laid_out(a.dout, 1),
         *(y.dq, y.dk, y.dv, y.dbias),
         np.empty(sums if y.dbias is not None else (1, 1, parts, 1, 1), a.q.dtype),

@@ -24,6 +24,7 @@ from cpukern.vectors cimport real
 # Explicit vectors; without GNU C a vector is one number.
 cdef extern from *:
     """
+    #include <float.h>
     #include <string.h>
     #if defined(__GNUC__)
     /* Vectors larger than the processor's are only passed between inline functions. */
@@ -115,14 +116,18 @@ cdef extern from *:
     }
 
     #define LOG2E 1.4426950408889634
+    #define LARGEST_float FLT_MAX
+    #define LARGEST_double DBL_MAX
     #define AT(vector, place) (*(vector *)(place))
     /* product: c (rows, columns) = a b, or c + a b if it `adds`, with a (rows, n) of any strides. Columns of
        b and c come in strips of a tile's width, which in b begin `strip` numbers apart.
-       weigh: turn a query's products with keys into exponentials of its logits, relative to the largest so
-       far, and add them to the total. Return the factor by which earlier sums change.
-       share: turn them into shares of the softmax; add these to the total, and these times their cotangents d
-       to the mean.
-       slope: turn cotangents of shares into those of logits, and add these to dbias if given.
+       top: turn a query's products with keys into its logits, and return the largest so far.
+       weigh: turn them into exponentials, relative to the largest so far, and add these to the total. Return
+       the factor by which earlier sums change.
+       share: turn logits into exponentials relative to the largest; add these to the total, and these times
+       their cotangents d to the mean.
+       slope: divide exponentials by their total, turn cotangents of these shares into those of logits, and add
+       the latter to dbias if given.
        The bias has n numbers; other logits, up to `columns`, are missing. */
     #define DEFINE(real, vector, integer, integers) \\
     INLINE void fusedops_tile_##real(const int parts, int adds, const real *a, Py_ssize_t row, \\
@@ -157,7 +162,10 @@ cdef extern from *:
                                          c + i * c_step + j, c_step); \\
     } \\
     INLINE vector fusedops_logits_##real(vector s, vector bias, const integer *kept, const real *missing) { \\
-        s += (real)LOG2E * bias; \\
+        vector lowest = {0}; \\
+        lowest -= LARGEST_##real; \\
+        /* A finite bias stays finite. */ \\
+        s += LARGER_##real(lowest, (real)LOG2E * bias); \\
         return AS(vector, (AS(integers, s) & AT(const integers, kept)) | AT(const integers, missing)); \\
     } \\
     INLINE vector fusedops_edge_##real(const real *bias, Py_ssize_t n) { \\
@@ -171,10 +179,10 @@ cdef extern from *:
         for (int l = 1; l < LANES(real); l++) lanes[0] += lanes[l]; \\
         return lanes[0]; \\
     } \\
-    FUNCTION real fusedops_weigh_##real(real *s, const real *bias, Py_ssize_t n, Py_ssize_t columns, \\
-            const integer *kept, const real *missing, real *largest, real *total) { \\
-        vector none = {0}, top[2] = {none + *largest, none + *largest}, sum[2] = {none, none}, x, b; \\
-        real lanes[BYTES / sizeof(real)], most, factor; \\
+    FUNCTION real fusedops_top_##real(real *s, const real *bias, Py_ssize_t n, Py_ssize_t columns, \\
+            const integer *kept, const real *missing, real most) { \\
+        vector none = {0}, top[2] = {none + most, none + most}, x, b; \\
+        real lanes[BYTES / sizeof(real)]; \\
         for (Py_ssize_t i = 0; i < columns; i += COLUMNS(real)) \\
             for (int p = 0; p < 2; p++) { \\
                 Py_ssize_t at = i + p * LANES(real); \\
@@ -188,6 +196,12 @@ cdef extern from *:
         memcpy(lanes, top, LANES(real) * sizeof(real)); \\
         most = lanes[0]; \\
         for (int l = 1; l < LANES(real); l++) most = lanes[l] > most ? lanes[l] : most; \\
+        return most; \\
+    } \\
+    FUNCTION real fusedops_weigh_##real(real *s, const real *bias, Py_ssize_t n, Py_ssize_t columns, \\
+            const integer *kept, const real *missing, real *largest, real *total) { \\
+        vector none = {0}, sum[2] = {none, none}, x; \\
+        real most = fusedops_top_##real(s, bias, n, columns, kept, missing, *largest), factor; \\
         for (Py_ssize_t i = 0; i < columns; i += COLUMNS(real)) \\
             for (int p = 0; p < 2; p++) { \\
                 Py_ssize_t at = i + p * LANES(real); \\
@@ -201,15 +215,11 @@ cdef extern from *:
         *largest = most; \\
         return factor; \\
     } \\
-    FUNCTION void fusedops_share_##real(real *s, const real *d, const real *bias, Py_ssize_t n, \\
-            Py_ssize_t columns, const integer *kept, const real *missing, real lse, real *total, \\
-            real *mean) { \\
-        vector none = {0}, sum = none, along = none, b, x; \\
+    FUNCTION void fusedops_share_##real(real *s, const real *d, Py_ssize_t columns, real most, \\
+            real *total, real *mean) { \\
+        vector none = {0}, sum = none, along = none, x; \\
         for (Py_ssize_t i = 0; i < columns; i += LANES(real)) { \\
-            if (i + LANES(real) <= n) b = AT(const vector, bias + i); \\
-            else b = fusedops_edge_##real(bias + i, n - i); \\
-            x = fusedops_logits_##real(AT(const vector, s + i), b, kept + i, missing + i); \\
-            x = fusedops_exp2_##real(x - lse); \\
+            x = fusedops_exp2_##real(AT(const vector, s + i) - most); \\
             AT(vector, s + i) = x; \\
             sum += x; \\
             along += x * AT(const vector, d + i); \\
@@ -217,10 +227,13 @@ cdef extern from *:
         *total += fusedops_sum_##real(sum); \\
         *mean += fusedops_sum_##real(along); \\
     } \\
-    FUNCTION void fusedops_slope_##real(const real *s, real *d, Py_ssize_t n, Py_ssize_t columns, \\
-            const integer *kept, real mean, real *dbias) { \\
+    FUNCTION void fusedops_slope_##real(real *s, real *d, Py_ssize_t n, Py_ssize_t columns, \\
+            const integer *kept, real total, real mean, real *dbias) { \\
+        real factor = 1 / total; \\
         for (Py_ssize_t i = 0; i < columns; i += LANES(real)) { \\
-            vector x = AT(const vector, s + i) * (AT(const vector, d + i) - mean); \\
+            vector x = AT(const vector, s + i) * factor; \\
+            AT(vector, s + i) = x; \\
+            x *= AT(const vector, d + i) - mean; \\
             x = AS(vector, AS(integers, x) & AT(const integers, kept + i)); \\
             AT(vector, d + i) = x; \\
             if (dbias && i + LANES(real) <= n) AT(vector, dbias + i) += x; \\
@@ -250,20 +263,26 @@ cdef extern from *:
         double* s, const double* bias, Py_ssize_t n, Py_ssize_t columns,
         const unsigned long long* kept, const double* missing, double* largest,
         double* total) noexcept nogil
+    float top_float "fusedops_top_float"(
+        float* s, const float* bias, Py_ssize_t n, Py_ssize_t columns, const unsigned int* kept,
+        const float* missing, float most) noexcept nogil
+    double top_double "fusedops_top_double"(
+        double* s, const double* bias, Py_ssize_t n, Py_ssize_t columns,
+        const unsigned long long* kept, const double* missing, double most) noexcept nogil
     void share_float "fusedops_share_float"(
-        float* s, const float* d, const float* bias, Py_ssize_t n, Py_ssize_t columns,
-        const unsigned int* kept, const float* missing, float lse, float* total,
+        float* s, const float* d, Py_ssize_t columns, float most, float* total,
         float* mean) noexcept nogil
     void share_double "fusedops_share_double"(
-        double* s, const double* d, const double* bias, Py_ssize_t n, Py_ssize_t columns,
-        const unsigned long long* kept, const double* missing, double lse, double* total,
+        double* s, const double* d, Py_ssize_t columns, double most, double* total,
         double* mean) noexcept nogil
     void slope_float "fusedops_slope_float"(
-        const float* s, float* d, Py_ssize_t n, Py_ssize_t columns, const unsigned int* kept,
-        float mean, float* dbias) noexcept nogil
+        float* s, float* d, Py_ssize_t n, Py_ssize_t columns, const unsigned int* kept,
+        float total, float mean, float* dbias) noexcept nogil
     void slope_double "fusedops_slope_double"(
-        const double* s, double* d, Py_ssize_t n, Py_ssize_t columns, const unsigned long long* kept,
-        double mean, double* dbias) noexcept nogil
+        double* s, double* d, Py_ssize_t n, Py_ssize_t columns, const unsigned long long* kept,
+        double total, double mean, double* dbias) noexcept nogil
+    const float LARGEST_float
+    const double LARGEST_double
 
 cdef enum:
     # A block's queries and keys: multiples of a tile's rows and columns.
@@ -400,6 +419,11 @@ cdef inline void pack_mask(
             missing[i] = <real>(LOG2E * call.absent)
 
 
+cdef inline real lowest(real like) noexcept nogil:
+    """Return the lowest number: -∞ could not be subtracted from -∞."""
+    return -LARGEST_float if real is float else -LARGEST_double
+
+
 cdef void forward_span(
     const Call* call, Py_ssize_t b, Py_ssize_t h, Py_ssize_t n, Py_ssize_t begin, char* scratch,
     real like,
@@ -427,8 +451,7 @@ cdef void forward_span(
         count = min(<Py_ssize_t>QUERIES, call.queries - first)
         pack(&call.q, b, n, first, count, QUERIES, h, D, width, <real>(LOG2E * call.scale), q)
         for i in range(QUERIES):
-            # The lowest number, rather than -∞, from which -∞ could not be subtracted.
-            largest[i] = <real>(-3.4028234663852886e38)
+            largest[i] = lowest(like)
             total[i] = 0
         for j in range(blocks(call.keys, KEYS)):
             block = j * KEYS
@@ -492,14 +515,13 @@ cdef void backward_row(
     cdef real* dq = taken(&scratch, QUERIES * width, like)
     cdef real* shares = taken(&scratch, QUERIES * call.key_room, like)
     cdef real* slopes = taken(&scratch, QUERIES * call.key_room, like)
+    cdef real largest[QUERIES]
     cdef real mean[QUERIES]
     cdef real total[QUERIES]
-    cdef const real* lse
     cdef const real* bias
     cdef real* row
     cdef real* s
     cdef real* slope
-    lse = <real*>call.lse + ((b * call.rows + n) * call.heads + h) * call.queries
     pack_columns(&call.k, b, n, call.keys, call.key_room, h, D, keys)
     pack_columns(&call.v, b, n, call.keys, call.key_room, h, D, values)
     pack(&call.k, b, n, 0, call.keys, call.key_room, h, D, width, <real>1, key_rows)
@@ -513,6 +535,8 @@ cdef void backward_row(
         pack(&call.dout, b, n, first, count, QUERIES, h, D, width, <real>1, dout)
         memset(mean, 0, sizeof(mean))
         memset(total, 0, sizeof(total))
+        for i in range(QUERIES):
+            largest[i] = lowest(like)
         for j in range(blocks(call.keys, KEYS)):
             block = j * KEYS
             columns = min(<Py_ssize_t>KEYS, call.key_room - block)
@@ -523,17 +547,25 @@ cdef void backward_row(
             for i in range(count):
                 bias = edge(&call.bias, b, 0, first + i, h, like) + block
                 if real is float:
-                    share_float(
-                        s + i * columns, slope + i * columns, bias, call.keys - block, columns,
-                        <const unsigned int*>(kept + block), missing + block,
-                        <real>(LOG2E * lse[first + i]), &total[i], &mean[i])
+                    largest[i] = top_float(
+                        s + i * columns, bias, call.keys - block, columns,
+                        <const unsigned int*>(kept + block), missing + block, largest[i])
                 else:
-                    share_double(
-                        s + i * columns, slope + i * columns, bias, call.keys - block, columns,
-                        <const unsigned long long*>(kept + block), missing + block,
-                        LOG2E * lse[first + i], &total[i], &mean[i])
+                    largest[i] = top_double(
+                        s + i * columns, bias, call.keys - block, columns,
+                        <const unsigned long long*>(kept + block), missing + block, largest[i])
+        for j in range(blocks(call.keys, KEYS)):
+            block = j * KEYS
+            columns = min(<Py_ssize_t>KEYS, call.key_room - block)
+            s, slope = shares + QUERIES * block, slopes + QUERIES * block
+            for i in range(count):
+                if real is float:
+                    share_float(s + i * columns, slope + i * columns, columns, largest[i], &total[i],
+                                &mean[i])
+                else:
+                    share_double(s + i * columns, slope + i * columns, columns, largest[i], &total[i],
+                                 &mean[i])
         for i in range(count):
-            # The total is one but for the rounding of the logarithm, whose error cancels so.
             mean[i] /= total[i]
         for j in range(blocks(call.keys, KEYS)):
             block = j * KEYS
@@ -544,11 +576,11 @@ cdef void backward_row(
                 if real is float:
                     slope_float(
                         s + i * columns, slope + i * columns, call.keys - block, columns,
-                        <const unsigned int*>(kept + block), mean[i], row)
+                        <const unsigned int*>(kept + block), total[i], mean[i], row)
                 else:
                     slope_double(
                         s + i * columns, slope + i * columns, call.keys - block, columns,
-                        <const unsigned long long*>(kept + block), mean[i], row)
+                        <const unsigned long long*>(kept + block), total[i], mean[i], row)
             if call.dq.at != NULL:
                 product(block > 0, slope, columns, 1, key_rows + block * width, width, wide, columns, dq,
                         width, count, width)
@@ -685,7 +717,6 @@ def backward(
     const unsigned char[:, :, ::1] mask,
     double scale,
     double absent,
-    const real[:, :, :, ::1] lse,            # IN   (B, N, H, Q)
     const real[:, :, :, :, :] dout,          # IN   (B, N, Q, H, D), contiguous channels
     real[:, :, :, :, :] dq,                  # OUT  as q, or None, and so on
     real[:, :, :, :, :] dk,
@@ -700,7 +731,6 @@ def backward(
     set_call(&call, q, k, v, bias, mask, scale, absent)
     call.dout = edges_of(dout)
     call.dq, call.dk, call.dv = edges_of(dq), edges_of(dk), edges_of(dv)
-    call.lse = <void*>&lse[0, 0, 0, 0]
     call.parts = sums.shape[2]
     if dbias is not None:
         call.dbias, call.sums = &dbias[0, 0, 0, 0], &sums[0, 0, 0, 0, 0]

@@ -102,7 +102,7 @@ def _attend(low, high, q, k, v, bias, mask, scale, out, lse):
 
 
 @jit
-def _pull_back(low, high, q, k, v, bias, mask, scale, lse, dout, dq, dk, dv, sums):
+def _pull_back(low, high, q, k, v, bias, mask, scale, dout, dq, dk, dv, sums):
     """Pull back to parts `low` to `high` of all heads' rows."""
     K, H, D, dtype = k.shape[1], k.shape[2], k.shape[3], q.dtype
     B, parts = len(bias), sums.shape[2]
@@ -124,9 +124,15 @@ def _pull_back(low, high, q, k, v, bias, mask, scale, lse, dout, dq, dk, dv, sum
                 _combine(q[n, i, h], key_columns, shares)
                 _take_logits(shares, scale, bias[b, h, i], mask, n)
                 _combine(dout[n, i, h], value_columns, slopes)
-                mean = 0.0
+                # The logarithm of the denominator is lost beside large logits.
+                largest, denominator, mean = shares[0], 0.0, 0.0
                 for j in range(K):
-                    shares[j] = math.exp(shares[j] - lse[n, h, i])
+                    largest = max(largest, shares[j])
+                for j in range(K):
+                    shares[j] = math.exp(shares[j] - largest)
+                    denominator += shares[j]
+                for j in range(K):
+                    shares[j] /= denominator
                     mean += shares[j] * slopes[j]
                 for j in range(K):
                     kept = len(mask) == 0 or mask[n, j]
@@ -181,8 +187,7 @@ def triangle_attention_vjp(a: Any, y: Any) -> None:
     batch, _, queries, heads, _ = a.q.shape
     shape = (queries, a.k.shape[2]) if y.dbias is not None else (0, 0)
     sums = np.empty((batch, heads, parts_of(a), *shape), a.q.dtype)
-    lse = as_rows(a.lse, (heads, queries), a.q.dtype)
-    given = (*_arguments(a), lse, as_rows(a.dout, a.q.shape[2:], a.q.dtype))
+    given = (*_arguments(a), as_rows(a.dout, a.q.shape[2:], a.q.dtype))
     pairs = zip((y.dq, y.dk, y.dv), (a.q, a.k, a.v), strict=True)
     outputs = (as_rows(dx, x.shape[2:], x.dtype) for dx, x in pairs)
     arguments = (*given, *outputs, sums)
