@@ -97,6 +97,29 @@ def test_masks_by_a_large_bias(backend, dtype):
         assert error(got, wanted) < 2e-5
 
 
+@needs_torch
+@pytest.mark.parametrize("masked", [False, True])
+def test_tensors_with_masks_by_a_large_bias(any_torch_backend, masked):
+    arrays = {name: x.astype("f4") for name, x in given(1, 3, 5, 70, 1, 4).items()}
+    arrays["q"][:, :, :3] = 0
+    for query, value in enumerate((-1e9, -1000001000.0, -2e38)):
+        arrays["bias"][..., query, :] = value
+    mask = np.ones((1, 3, 70), bool)
+    mask[0, 1] = False
+    mask[0, 2, 40:] = False
+    mask = mask if masked else None
+    leaves = {name: torch.tensor(x, requires_grad=True) for name, x in arrays.items()}
+    given_mask = None if mask is None else torch.tensor(mask)
+    out = triangle_attention(**leaves, mask=given_mask, backend=any_torch_backend)
+    exact = {name: x.astype("f8") for name, x in arrays.items()}
+    want, pullback = triangle_attention.vjp(**exact, mask=mask, backend="numpy")
+    assert error(out.detach().numpy(), want) < 1e-5
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
+    gradients = torch.autograd.grad(out, tuple(leaves.values()), dout)
+    for got, wanted in zip(gradients, pullback(dout.double().numpy()), strict=True):
+        assert error(got.numpy(), wanted) < 2e-5
+
+
 def test_a_nan_stays_in_its_row_and_query(backend):
     arrays = {name: x.astype("f4") for name, x in given(1, 3, 4, 20, 2, 4).items()}
     arrays["q"][0, 1, 2, 0, 3] = np.nan

@@ -25,15 +25,12 @@ import triton.language as tl
 
 from fusedops._frame.check import promoted
 from fusedops._frame.registry import register
-from fusedops.attention.op import attention, attention_vjp
+from fusedops.attention.op import MISSING, attention, attention_vjp
 from gpukern.launch import Launcher, begin_vectors, kernel_of_any_size, power, processors, wide
 from gpukern.precision import of_float32
 
 _LOG2E = tl.constexpr(math.log2(math.e))
-_LN2 = tl.constexpr(math.log(2))
-# A power of 2, whose product with log2(e) isn't rounded: in a row without a key the largest logit
-# less itself is zero, also where a product and a difference are rounded once.
-_MISSING = tl.constexpr(-(2.0**30))
+_MISSING = tl.constexpr(MISSING)
 # Strides are counted in vectors of so many numbers where all are multiples of it.
 _UNIT = 8
 # Mask entries that a program looks at together.
@@ -41,8 +38,8 @@ _LOOK = tl.constexpr(1024)
 # Programs for dbias that a processor has at a time, the most parts of its sum, and the rows whose
 # time a part takes to store.
 _TOGETHER, _MOST_PARTS, _PART = 4, 4, 2
-# With a scale below this, a bias over it may leave float32's range.
-_LEAST_SCALE = 2.0**-64
+# The longest vectors of heads for whose tiles every GPU has shared memory.
+_LONGEST = 256
 
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -60,7 +57,7 @@ class Tile(NamedTuple):
 # By kernel, for heads of up to 64 numbers of 16 bits; of others, programs take less.
 _TILES = {
     "forward": Tile(64, 64, 2, 3),
-    "queries": Tile(64, 64, 2, 3),
+    "queries": Tile(32, 32, 1, 3),
     "keys": Tile(32, 32, 1, 3),
     "bias": Tile(64, 64, 4, 3),
 }
@@ -108,34 +105,19 @@ def _first_missing(mask, m_key, K):
 
 
 @triton.jit
-def _is_empty(mask, m_key, K):
-    """Return whether a row lacks all keys."""
+def _missing(mask, m_key, K):
+    """Return the logit of a row's missing keys: zero in a row without a key."""
     there, look = tl.zeros([_LOOK], tl.int32), 0 * K
     while look < K:
         key = tl.minimum(look + tl.arange(0, _LOOK), K - 1)
         there |= tl.load(mask + m_key.to(tl.int64) * key).to(tl.int32)
         look += _LOOK
-    return tl.max(there) == 0
-
-
-@triton.jit
-def _mean(
-    x, count, of, stride, D: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
-    UNIT: tl.constexpr,
-):  # fmt: skip
-    """Return the sum of `count` vectors over the number `of`."""
-    total, start = tl.zeros([HEAD], tl.float32), 0 * count
-    while start < count:
-        i = start + tl.arange(0, BLOCK)
-        rows = _load(x, tl.minimum(i, count - 1), stride, D, HEAD, UNIT).to(tl.float32)
-        total += tl.sum(tl.where((i < count)[:, None], rows, 0.0), 0)
-        start += BLOCK
-    return total / of
+    return tl.where(tl.max(there) == 0, 0.0, _MISSING)
 
 
 @triton.jit
 def _attend(
-    start, K, q, k, v, bias, mask, state, k_key, v_key, m_key,
+    start, K, q, k, v, bias, mask, missing, state, k_key, v_key, m_key,
     SCALE: tl.constexpr, D: tl.constexpr, HEAD: tl.constexpr, KEYS: tl.constexpr,
     UNIT: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
     TAIL: tl.constexpr,
@@ -149,14 +131,15 @@ def _attend(
     kt = _load(k, key, k_key, D, HEAD, UNIT).to(TYPE)
     s = _dot(q, tl.trans(kt), PRECISION) * SCALE + tl.load(bias + key[None, :]).to(tl.float32)
     if MASKED:
-        s = tl.where(tl.load(mask + m_key.to(tl.int64) * key)[None, :], s, _MISSING)
+        s = tl.where(tl.load(mask + m_key.to(tl.int64) * key)[None, :], s, missing)
     if TAIL:
         s = tl.where(inside[None, :], s, float("-inf"))
     larger = tl.maximum(m, tl.max(s, 1))
     # Rows of which all logits are -inf so far.
-    shift = tl.where(larger == float("-inf"), 0.0, larger) * _LOG2E
-    p = tl.exp2(s * _LOG2E - shift[:, None])
-    rest = tl.exp2(m * _LOG2E - shift)
+    shift = tl.where(larger == float("-inf"), 0.0, larger)
+    # Differences first: one rounding for a product less a large number would not leave zero.
+    p = tl.exp2((s - shift[:, None]) * _LOG2E)
+    rest = tl.exp2((m - shift) * _LOG2E)
     vt = _load(v, key, v_key, D, HEAD, UNIT).to(TYPE)
     out = out * rest[:, None] + _dot(p.to(TYPE), vt, PRECISION)
     return larger, total * rest + tl.sum(p, 1), out
@@ -182,10 +165,10 @@ def forward(
     v = _at(v, batch, n, head, v_batch, v_row, v_head, UNIT)
     bias += (batch * b_batch + head * b_head) * UNIT
     bias += b_query.to(tl.int64) * query[:, None] * UNIT
-    first = 0 * K + K
+    first, missing = 0 * K + K, 0.0
     if mask is not None:
         mask += batch * m_batch + n * m_row
-        first = _first_missing(mask, m_key, K)
+        first, missing = _first_missing(mask, m_key, K), _missing(mask, m_key, K)
     qs = _load(q, query, q_query, D, HEAD, UNIT).to(TYPE)
     least = tl.full([QUERIES], float("-inf"), tl.float32)
     state = least, tl.zeros([QUERIES], tl.float32), tl.zeros([QUERIES, HEAD], tl.float32)
@@ -195,37 +178,36 @@ def forward(
     if STEPS is None:
         for step in range(clean):
             state = _attend(
-                step * KEYS, K, qs, k, v, bias, mask, state, k_key, v_key, m_key,
+                step * KEYS, K, qs, k, v, bias, mask, missing, state, k_key, v_key, m_key,
                 SCALE, D, HEAD, KEYS, UNIT, TYPE, PRECISION, False, False,
             )  # fmt: skip
     if mask is not None or STEPS is not None:
         for step in range(whole - clean if STEPS is None else STEPS):
             state = _attend(
-                (clean + step) * KEYS, K, qs, k, v, bias, mask, state, k_key, v_key, m_key,
+                (clean + step) * KEYS, K, qs, k, v, bias, mask, missing, state, k_key, v_key, m_key,
                 SCALE, D, HEAD, KEYS, UNIT, TYPE, PRECISION, mask is not None, False,
             )  # fmt: skip
     if whole * KEYS < K:
         state = _attend(
-            whole * KEYS, K, qs, k, v, bias, mask, state, k_key, v_key, m_key,
+            whole * KEYS, K, qs, k, v, bias, mask, missing, state, k_key, v_key, m_key,
             SCALE, D, HEAD, KEYS, UNIT, TYPE, PRECISION, mask is not None, True,
         )  # fmt: skip
     m, total, sums = state
     if out is not None:
         _store(out, sums / total[:, None], row, query, live, head, Q, H, D, HEAD)
     if lse is not None:
-        # A row without a key counts its logits from zero.
-        m = tl.where(m == _MISSING, 0.0, m)
-        tl.store(lse + (row * H + head) * Q + query, m + tl.log2(total) * _LN2, mask=live)
+        tl.store(lse + (row * H + head) * Q + query, m + tl.log(total), mask=live)
 
 
 @triton.jit
 def _slope(
-    start, K, q, k, v, bias, mask, dout, normal, delta, dq, k_key, v_key, m_key,
+    start, K, q, k, v, bias, mask, missing, dout, lse, delta, state, k_key, v_key, m_key,
     SCALE: tl.constexpr, D: tl.constexpr, HEAD: tl.constexpr, KEYS: tl.constexpr,
     UNIT: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
     TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Add the part of some keys to the cotangent of queries."""
+    """Add some keys' shares, and their part of the cotangent of queries."""
+    total, dq = state
     key = start + tl.arange(0, KEYS)
     there = key < K
     if TAIL:
@@ -234,16 +216,21 @@ def _slope(
     s = _dot(q, tl.trans(kt), PRECISION) * SCALE + tl.load(bias + key[None, :]).to(tl.float32)
     vt = _load(v, key, v_key, D, HEAD, UNIT).to(TYPE)
     slope = _dot(dout, tl.trans(vt), PRECISION) - delta[:, None]
-    ds = tl.exp2(s * _LOG2E - normal[:, None]) * slope
+    if MASKED:
+        s = tl.where(tl.load(mask + m_key.to(tl.int64) * key)[None, :], s, missing)
+    if TAIL:
+        s = tl.where(there[None, :], s, float("-inf"))
+    p = tl.exp2((s - lse[:, None]) * _LOG2E)
+    ds = p * slope
     if MASKED:
         there &= tl.load(mask + m_key.to(tl.int64) * key)
     if MASKED or TAIL:
         ds = tl.where(there[None, :], ds, 0.0)
-    return dq + _dot(ds.to(TYPE), kt, PRECISION)
+    return total + tl.sum(p, 1), dq + _dot(ds.to(TYPE), kt, PRECISION)
 
 
 def queries(
-    q, k, v, bias, mask, dout, out, lse, delta, dq,
+    q, k, v, bias, mask, dout, out, lse, delta, factor, dq,
     N, H, Q, K,
     q_batch, q_row, q_query, q_head, k_batch, k_row, k_key, k_head, v_batch, v_row, v_key, v_head,
     b_batch, b_head, b_query, m_batch, m_row, m_key, o_batch, o_row, o_query, o_head,
@@ -251,87 +238,124 @@ def queries(
     KEYS: tl.constexpr, UNIT: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Find dq, and the products of outputs with their cotangents."""
+    """Find dq, a factor for cotangents of outputs, and their products with outputs.
+
+    The factor is one over the sum of a query's shares. It is one too, unless the logarithm of the
+    softmax's denominator is lost in `lse` beside large logits.
+    """
     program, tiles = tl.program_id(0), tl.cdiv(Q, QUERIES)
     head = (program // tiles % H).to(tl.int64)
     row = (program // (tiles * H)).to(tl.int64)
     batch, n = row // N, row % N
     index = program % tiles * QUERIES + tl.arange(0, QUERIES)
     query, live = tl.minimum(index, Q - 1), index < Q
+    q = _at(q, batch, n, head, q_batch, q_row, q_head, UNIT)
+    k = _at(k, batch, n, head, k_batch, k_row, k_head, UNIT)
+    v = _at(v, batch, n, head, v_batch, v_row, v_head, UNIT)
     dout = _at(dout, batch, n, head, o_batch, o_row, o_head, UNIT)
+    bias += (batch * b_batch + head * b_head) * UNIT
+    bias += b_query.to(tl.int64) * query[:, None] * UNIT
+    first, missing = 0 * K + K, 0.0
+    if mask is not None:
+        mask += batch * m_batch + n * m_row
+        first, missing = _first_missing(mask, m_key, K), _missing(mask, m_key, K)
     do = _load(dout, query, o_query, D, HEAD, UNIT)
     d = tl.arange(0, HEAD)
     y = out + ((row * Q + query)[:, None] * H + head) * D + d[None, :]
     y = tl.load(y, mask=(d < D)[None, :], other=0.0)
     sums = tl.sum(do.to(tl.float32) * y.to(tl.float32), 1)
     at = (row * H + head) * Q + query
-    tl.store(delta + at, sums, mask=live)
-    if dq is not None:
-        q = _at(q, batch, n, head, q_batch, q_row, q_head, UNIT)
-        k = _at(k, batch, n, head, k_batch, k_row, k_head, UNIT)
-        v = _at(v, batch, n, head, v_batch, v_row, v_head, UNIT)
-        bias += (batch * b_batch + head * b_head) * UNIT
-        bias += b_query.to(tl.int64) * query[:, None] * UNIT
-        first = 0 * K + K
-        if mask is not None:
-            mask += batch * m_batch + n * m_row
-            first = _first_missing(mask, m_key, K)
-        qs, do = _load(q, query, q_query, D, HEAD, UNIT).to(TYPE), do.to(TYPE)
-        normal = tl.load(lse + at) * _LOG2E
-        found = tl.zeros([QUERIES, HEAD], tl.float32)
-        whole = K // KEYS
-        clean = first // KEYS if STEPS is None else 0
-        if STEPS is None:
-            for step in range(clean):
-                found = _slope(
-                    step * KEYS, K, qs, k, v, bias, mask, do, normal, sums, found,
-                    k_key, v_key, m_key,
-                    SCALE, D, HEAD, KEYS, UNIT, TYPE, PRECISION, False, False,
-                )  # fmt: skip
-        if mask is not None or STEPS is not None:
-            for step in range(whole - clean if STEPS is None else STEPS):
-                found = _slope(
-                    (clean + step) * KEYS, K, qs, k, v, bias, mask, do, normal, sums, found,
-                    k_key, v_key, m_key,
-                    SCALE, D, HEAD, KEYS, UNIT, TYPE, PRECISION, mask is not None, False,
-                )  # fmt: skip
-        if whole * KEYS < K:
-            found = _slope(
-                whole * KEYS, K, qs, k, v, bias, mask, do, normal, sums, found,
-                k_key, v_key, m_key,
-                SCALE, D, HEAD, KEYS, UNIT, TYPE, PRECISION, mask is not None, True,
+    qs, do = _load(q, query, q_query, D, HEAD, UNIT).to(TYPE), do.to(TYPE)
+    denominator = tl.load(lse + at)
+    state = tl.zeros([QUERIES], tl.float32), tl.zeros([QUERIES, HEAD], tl.float32)
+    whole = K // KEYS
+    clean = first // KEYS if STEPS is None else 0
+    if STEPS is None:
+        for step in range(clean):
+            state = _slope(
+                step * KEYS, K, qs, k, v, bias, mask, missing, do, denominator, sums, state,
+                k_key, v_key, m_key, SCALE, D, HEAD, KEYS, UNIT, TYPE, PRECISION, False, False,
             )  # fmt: skip
-        _store(dq, found * SCALE, row, query, live, head, Q, H, D, HEAD)
+    if mask is not None or STEPS is not None:
+        for step in range(whole - clean if STEPS is None else STEPS):
+            state = _slope(
+                (clean + step) * KEYS, K, qs, k, v, bias, mask, missing, do, denominator, sums,
+                state, k_key, v_key, m_key,
+                SCALE, D, HEAD, KEYS, UNIT, TYPE, PRECISION, mask is not None, False,
+            )  # fmt: skip
+    if whole * KEYS < K:
+        state = _slope(
+            whole * KEYS, K, qs, k, v, bias, mask, missing, do, denominator, sums, state,
+            k_key, v_key, m_key,
+            SCALE, D, HEAD, KEYS, UNIT, TYPE, PRECISION, mask is not None, True,
+        )  # fmt: skip
+    total, found = state
+    tl.store(factor + at, 1 / total, mask=live)
+    tl.store(delta + at, sums / total, mask=live)
+    if dq is not None:
+        found *= (SCALE / total)[:, None]
+        _store(dq, found, row, query, live, head, Q, H, D, HEAD)
 
 
 @triton.jit
 def _gather(
-    start, Q, k, v, q, bias, dout, lse, delta, sums, values, q_query, o_query,
+    start, Q, k, v, there, missing, q, bias, dout, lse, delta, factor, state, q_query, o_query,
     SCALE: tl.constexpr, D: tl.constexpr, HEAD: tl.constexpr, QUERIES: tl.constexpr,
-    UNIT: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
-    TAIL: tl.constexpr,
+    UNIT: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    SUMS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """Add the part of some queries to the cotangents of keys and values."""
+    sums, values = state
     query = start + tl.arange(0, QUERIES)
     inside = query < Q
     if TAIL:
         query = tl.minimum(query, Q - 1)
     qs = _load(q, query, q_query, D, HEAD, UNIT).to(TYPE)
     s = _dot(k, tl.trans(qs), PRECISION) * SCALE + tl.load(bias + query[None, :]).to(tl.float32)
-    normal = tl.load(lse + query) * _LOG2E
+    if MASKED:
+        s = tl.where(there[:, None], s, missing)
     if TAIL:
-        normal = tl.where(inside, normal, float("inf"))
-    p = tl.exp2(s * _LOG2E - normal[None, :])
-    do = _load(dout, query, o_query, D, HEAD, UNIT).to(TYPE)
+        s = tl.where(inside[None, :], s, float("-inf"))
+    p = tl.exp2((s - tl.load(lse + query)[None, :]) * _LOG2E)
+    do = _load(dout, query, o_query, D, HEAD, UNIT).to(tl.float32)
+    do = (do * tl.load(factor + query)[:, None]).to(TYPE)
     values += _dot(p.to(TYPE), do, PRECISION)
     if SUMS:
         slope = _dot(v, tl.trans(do), PRECISION) - tl.load(delta + query)[None, :]
-        sums += _dot((p * slope).to(TYPE), qs, PRECISION)
+        ds = p * slope
+        if MASKED:
+            ds = tl.where(there[:, None], ds, 0.0)
+        sums += _dot(ds.to(TYPE), qs, PRECISION)
     return sums, values
 
 
+@triton.jit
+def _gather_all(
+    Q, k, v, there, missing, q, bias, dout, lse, delta, factor, q_query, o_query,
+    KEYS: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, HEAD: tl.constexpr,
+    QUERIES: tl.constexpr, UNIT: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, SUMS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Return the cotangents of keys, over the scale, and of values."""
+    state = tl.zeros([KEYS, HEAD], tl.float32), tl.zeros([KEYS, HEAD], tl.float32)
+    whole = Q // QUERIES
+    for step in range(whole if STEPS is None else STEPS):
+        state = _gather(
+            step * QUERIES, Q, k, v, there, missing, q, bias, dout, lse, delta, factor, state,
+            q_query, o_query,
+            SCALE, D, HEAD, QUERIES, UNIT, TYPE, PRECISION, MASKED, SUMS, False,
+        )  # fmt: skip
+    if whole * QUERIES < Q:
+        state = _gather(
+            whole * QUERIES, Q, k, v, there, missing, q, bias, dout, lse, delta, factor, state,
+            q_query, o_query,
+            SCALE, D, HEAD, QUERIES, UNIT, TYPE, PRECISION, MASKED, SUMS, True,
+        )  # fmt: skip
+    return state
+
+
 def keys(
-    q, k, v, bias, mask, dout, lse, delta, dk, dv,
+    q, k, v, bias, mask, dout, lse, delta, factor, dk, dv,
     N, H, Q, K,
     q_batch, q_row, q_query, q_head, k_batch, k_row, k_key, k_head, v_batch, v_row, v_key, v_head,
     b_batch, b_head, b_key, m_batch, m_row, m_key, o_batch, o_row, o_query, o_head,
@@ -352,30 +376,30 @@ def keys(
     dout = _at(dout, batch, n, head, o_batch, o_row, o_head, UNIT)
     bias += (batch * b_batch + head * b_head) * UNIT
     bias += b_key.to(tl.int64) * key[:, None] * UNIT
-    lse += (row * H + head) * Q
-    delta += (row * H + head) * Q
+    of_row = (row * H + head) * Q
+    lse, delta, factor = lse + of_row, delta + of_row, factor + of_row
     ks = _load(k, key, k_key, D, HEAD, UNIT).to(TYPE)
     vs = _load(v, key, v_key, D, HEAD, UNIT).to(TYPE)
-    sums = tl.zeros([KEYS, HEAD], tl.float32)
-    values = tl.zeros([KEYS, HEAD], tl.float32)
-    whole = Q // QUERIES
-    for step in range(whole if STEPS is None else STEPS):
-        sums, values = _gather(
-            step * QUERIES, Q, ks, vs, q, bias, dout, lse, delta, sums, values, q_query, o_query,
-            SCALE, D, HEAD, QUERIES, UNIT, TYPE, PRECISION, dk is not None, False,
+    there, missing = live, 0.0
+    if mask is None:
+        sums, values = _gather_all(
+            Q, ks, vs, there, missing, q, bias, dout, lse, delta, factor, q_query, o_query,
+            KEYS, SCALE, D, HEAD, QUERIES, UNIT, TYPE, PRECISION, False, dk is not None, STEPS,
         )  # fmt: skip
-    if whole * QUERIES < Q:
-        sums, values = _gather(
-            whole * QUERIES, Q, ks, vs, q, bias, dout, lse, delta, sums, values, q_query, o_query,
-            SCALE, D, HEAD, QUERIES, UNIT, TYPE, PRECISION, dk is not None, True,
-        )  # fmt: skip
-    if mask is not None:
+    else:
         mask += batch * m_batch + n * m_row
-        there = tl.load(mask + m_key.to(tl.int64) * key)[:, None]
-        sums, values = tl.where(there, sums, 0.0), tl.where(there, values, 0.0)
-        if _is_empty(mask, m_key, K):
-            # All keys have the same share.
-            values += _mean(dout, Q, K, o_query, D, HEAD, QUERIES, UNIT)[None, :]
+        there, missing = tl.load(mask + m_key.to(tl.int64) * key), _missing(mask, m_key, K)
+        # Most blocks lack no key.
+        if tl.min(there.to(tl.int32)) == 0:
+            sums, values = _gather_all(
+                Q, ks, vs, there, missing, q, bias, dout, lse, delta, factor, q_query, o_query,
+                KEYS, SCALE, D, HEAD, QUERIES, UNIT, TYPE, PRECISION, True, dk is not None, STEPS,
+            )  # fmt: skip
+        else:
+            sums, values = _gather_all(
+                Q, ks, vs, there, missing, q, bias, dout, lse, delta, factor, q_query, o_query,
+                KEYS, SCALE, D, HEAD, QUERIES, UNIT, TYPE, PRECISION, False, dk is not None, STEPS,
+            )  # fmt: skip
     if dk is not None:
         _store(dk, sums * SCALE, row, key, live, head, K, H, D, HEAD)
     if dv is not None:
@@ -383,7 +407,7 @@ def keys(
 
 
 def bias(
-    q, k, v, bias, mask, dout, lse, delta, dbias,
+    q, k, v, bias, mask, dout, lse, delta, factor, dbias,
     N, H, Q, K, B, parts,
     q_batch, q_row, q_query, q_head, k_batch, k_row, k_key, k_head, v_batch, v_row, v_key, v_head,
     b_batch, b_head, b_query, m_batch, m_row, m_key, o_batch, o_row, o_query, o_head,
@@ -406,7 +430,7 @@ def bias(
     dout = _at(dout, batch, n, head, o_batch, o_row, o_head, UNIT)
     bias += (batch * b_batch + head * b_head) * UNIT
     bias += b_query.to(tl.int64) * query[:, None] * UNIT + key[None, :]
-    b = tl.load(bias).to(tl.float32) * _LOG2E
+    b = tl.load(bias).to(tl.float32)
     if mask is not None:
         mask += batch * m_batch + n * m_row + m_key.to(tl.int64) * key
     at = ((batch * N + n) * H + head) * Q + query
@@ -415,12 +439,13 @@ def bias(
         qs = _load(q + q_row.to(tl.int64) * step * UNIT, query, q_query, D, HEAD, UNIT).to(TYPE)
         ks = _load(k + k_row.to(tl.int64) * step * UNIT, key, k_key, D, HEAD, UNIT).to(TYPE)
         vs = _load(v + v_row.to(tl.int64) * step * UNIT, key, v_key, D, HEAD, UNIT).to(TYPE)
-        do = _load(dout + o_row.to(tl.int64) * step * UNIT, query, o_query, D, HEAD, UNIT).to(TYPE)
         own = at + (H * Q).to(tl.int64) * step
-        normal, less = tl.load(lse + own) * _LOG2E, tl.load(delta + own)
-        s = _dot(qs, tl.trans(ks), PRECISION) * (SCALE * _LOG2E) + b
-        slope = _dot(do, tl.trans(vs), PRECISION) - less[:, None]
-        ds = tl.exp2(s - normal[:, None]) * slope
+        do = _load(dout + o_row.to(tl.int64) * step * UNIT, query, o_query, D, HEAD, UNIT).to(TYPE)
+        s = _dot(qs, tl.trans(ks), PRECISION) * SCALE + b
+        # Hopper's product takes dout as it was loaded, so that the factor comes after.
+        slope = _dot(do, tl.trans(vs), PRECISION) * tl.load(factor + own)[:, None]
+        slope -= tl.load(delta + own)[:, None]
+        ds = tl.exp2((s - tl.load(lse + own)[:, None]) * _LOG2E) * slope
         if mask is not None:
             ds = tl.where(tl.load(mask + m_row.to(tl.int64) * step)[None, :], ds, 0.0)
         sums += ds
@@ -499,7 +524,7 @@ class _Call:
 
 def _serves(primitive: Any, a: Any, y: Any) -> bool:
     """Return whether kernels serve a call; fill the outputs of others by the formula."""
-    if a.q.numel() and a.q.dtype != torch.float64 and a.scale >= _LEAST_SCALE:
+    if a.q.numel() and a.q.shape[-1] <= _LONGEST and promoted(a[:3]) != torch.float64:
         return True
     for made, value in zip(y, primitive.formula(a), strict=True):
         if made is not None:
@@ -521,29 +546,29 @@ def triangle_attention_vjp(a: Any, y: Any) -> None:
         return
     call = _Call(a, a.dout)
     out, lse = a.out.contiguous(), a.lse.contiguous()
-    delta = torch.empty_like(lse)
+    delta, factor = torch.empty_like(lse), torch.empty_like(lse)
     tile = call.tile("queries")
     programs = call.programs(call.Q, tile.queries)
-    call.launch("queries", programs, tile, (out, lse, delta, y.dq))
+    call.launch("queries", programs, tile, (out, lse, delta, factor, y.dq))
     if y.dbias is not None:
-        _bias_gradient(call, lse, delta, y.dbias)
+        _bias_gradient(call, (lse, delta, factor), y.dbias)
     if y.dk is not None or y.dv is not None:
-        # Its kernel takes numbers of neighbouring queries together.
+        # The kernel of dk and dv takes numbers of neighbouring queries together.
         call.arrays[3] = call.arrays[3].swapaxes(2, 3).contiguous()
         tile = call.tile("keys")
         programs = call.programs(call.K, tile.keys)
-        call.launch("keys", programs, tile, (lse, delta, y.dk, y.dv))
+        call.launch("keys", programs, tile, (lse, delta, factor, y.dk, y.dv))
 
 
-def _bias_gradient(call: _Call, lse: Any, delta: Any, dbias: Any) -> None:
+def _bias_gradient(call: _Call, given: tuple[Any, ...], dbias: Any) -> None:
     tile = call.tile("bias")
     tiles = call.B * call.H * -(-call.Q // tile.queries) * -(-call.K // tile.keys)
-    rows = _rows_of_parts(tiles, call.N, processors(lse.device))
-    while call.N % rows and not lse.is_cuda:
+    rows = _rows_of_parts(tiles, call.N, processors(dbias.device))
+    while call.N % rows and not dbias.is_cuda:
         rows += 1
     parts = -(-call.N // rows)
-    made = dbias if parts == 1 else lse.new_empty((parts, *dbias.shape))
-    call.launch("bias", parts * tiles, tile, (lse, delta, made), call.B, parts)
+    made = dbias if parts == 1 else given[0].new_empty((parts, *dbias.shape))
+    call.launch("bias", parts * tiles, tile, (*given, made), call.B, parts)
     if parts > 1:
         dbias.copy_(made.sum(0))
 
