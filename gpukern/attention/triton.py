@@ -6,7 +6,7 @@ rows, whose logits share a block of the bias. So each gradient is a sum of one p
 parts in their order.
 
 Operations, times B·N·H·Q·K·D: forward 4, and 6, 8 and 4 for dq, for dk with dv, and for dbias; one
-exponential for every logit and kernel. Arrays beside the arguments: lse and one like it, and parts
+exponential for every logit and kernel. Arrays beside the arguments: lse and two like it, and parts
 of dbias. Two warps make products of 64 rows, since asynchronous instructions, which take four,
 would take a computed factor from registers, to which the assembler of CUDA 12 writes too early
 (https://github.com/triton-lang/triton/pull/11781).
