@@ -30,13 +30,15 @@ __all__ = [
 ]
 
 # Columns of a value and its sigma, of macromolecular and core CIF, with the power of the amplitude.
+# A CIF may write its names in any case.
 _COLUMNS = (
-    ("F_meas_au", "F_meas_sigma_au", 1),
-    ("F_meas", "F_meas_sigma", 1),
-    ("F_meas", "F_sigma", 1),
-    ("F_squared_meas", "F_squared_sigma", 2),
+    ("f_meas_au", "f_meas_sigma_au", 1),
+    ("f_meas", "f_meas_sigma", 1),
+    ("f_meas", "f_sigma", 1),
+    ("f_squared_meas", "f_squared_sigma", 2),
     ("intensity_meas", "intensity_sigma", 2),
 )
+_HKL = "index_h", "index_k", "index_l"
 _STATUS = "status", "observed_status", "include_status"
 # Reflections that were excluded, are systematically absent, or beyond limits of resolution.
 _EXCLUDED = ("x", "-", "h", "l")
@@ -122,7 +124,7 @@ def read_amplitudes(path: str | os.PathLike) -> Amplitudes:
     -------
     Amplitudes
         Of the first data block with reflections. Amplitudes are preferred to intensities, of which
-        they are the square roots.
+        they are the square roots, and a column with values to one without.
 
     Raises
     ------
@@ -159,31 +161,41 @@ def read_amplitudes(path: str | os.PathLike) -> Amplitudes:
             blocks = [block for block in gemmi.as_refln_blocks(document) if block.default_loop]
         if not blocks:
             raise ValueError("it has no reflections (_refln)")
-        block, labels = blocks[0], blocks[0].column_labels()
+        block, loop = blocks[0], blocks[0].default_loop
+        labels = {label.lower(): label for label in block.column_labels()}
+
+        def texts(name: str) -> list[str]:
+            return loop.values[[*labels].index(name) :: loop.width()]
+
         known = [columns for columns in _COLUMNS if columns[0] in labels]
         if not known:
             raise ValueError(f"its reflections have no measured value, but {', '.join(labels)}")
-        name, sigma_name, power = next((c for c in known if c[1] in labels), known[0])
-        hkl, values = block.make_miller_array(), block.make_float_array(name)
+        known.sort(key=lambda columns: columns[1] not in labels)
+        arrays = [block.make_float_array(labels[columns[0]]) for columns in known]
+        first = next((n for n, array in enumerate(arrays) if np.isfinite(array).any()), 0)
+        (_, sigma_name, power), values = known[first], arrays[first]
+        absent = [f"_refln.{index}" for index in _HKL if index not in labels]
+        if absent:
+            raise ValueError(f"its reflections have no {', '.join(absent)}")
+        indices = [[gemmi.cif.as_int(text) for text in texts(index)] for index in _HKL]
         sigma = np.full(len(values), np.nan)
         if sigma_name in labels:
-            sigma = block.make_float_array(sigma_name)
+            sigma = block.make_float_array(labels[sigma_name])
     except (ValueError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise StructureError(f"{path}: can't be read as reflections: {reason}") from None
-    loop, status = block.default_loop, np.full(len(values), "o")
+    status = np.full(len(values), "o")
     for column in _STATUS:
         if column in labels:
-            status = np.array(loop.values[labels.index(column) :: loop.width()])
+            status = np.array([gemmi.cif.as_string(text).lower() for text in texts(column)])
             break
     values[np.isin(status, _EXCLUDED)] = np.nan
     negative = values <= 0 if power == 2 else np.zeros(len(values), bool)
     values[negative] = np.nan
     F = values ** (1 / power)
     sigma = np.where(np.isnan(F), np.nan, sigma / (power * F ** (power - 1)))
-    return Amplitudes(
-        hkl, F, sigma, status == "f", int(negative.sum()), block.cell, block.spacegroup
-    )
+    hkl, free = np.array(indices, np.int32).T, status == "f"
+    return Amplitudes(hkl, F, sigma, free, int(negative.sum()), block.cell, block.spacegroup)
 
 
 def solvent_mask(structure: Structure, grid: MapGrid, xyz: np.ndarray | None = None) -> np.ndarray:

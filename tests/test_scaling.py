@@ -245,6 +245,28 @@ def test_amplitudes_of_macromolecules(tmp_path):
     np.testing.assert_array_equal(amplitudes(tmp_path, text).F, [100, -0.5, 25, np.nan])
 
 
+@pytest.mark.parametrize("change", [str.lower, str.upper])
+def test_names_and_statuses_have_any_case_and_quotes(tmp_path, change):
+    def other(text):
+        text = re.sub(r"_refln[_.]\S+", lambda found: change(found[0]), text)
+        return re.sub(r"\b([oxf])\n", lambda found: f"'{change(found[1])}'\n", text)
+
+    for text in (CORE, MACRO.replace(" <\n", " f\n")):
+        want, found = amplitudes(tmp_path, text), amplitudes(tmp_path, other(text))
+        assert np.isnan(found.F[2])
+        for name in ("hkl", "F", "sigma", "free"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(want, name))
+
+
+def test_amplitudes_without_values_hide_no_intensities(tmp_path):
+    columns = "_refln.F_meas_au\n_refln.F_meas_sigma_au\n_refln.intensity_meas\n"
+    text = MACRO.partition("loop_")[0] + "loop_\n_refln.index_h\n_refln.index_k\n_refln.index_l\n"
+    rows = "1 0 0 ? ? 100.0 4.0\n0 2 0 ? ? 25.0 1.0\n"
+    found = amplitudes(tmp_path, f"{text}{columns}_refln.intensity_sigma\n{rows}")
+    np.testing.assert_array_equal(found.F, [10, 5])
+    np.testing.assert_array_equal(found.sigma, [0.2, 0.1])
+
+
 def test_refusals_of_amplitudes(tmp_path):
     with pytest.raises(StructureError, match=r"x\.cif: can't be read as .*: it has no reflections"):
         amplitudes(tmp_path, "data_x\n_cell_length_a 5\n")
@@ -253,6 +275,10 @@ def test_refusals_of_amplitudes(tmp_path):
         amplitudes(tmp_path, text)
     with pytest.raises(StructureError, match=r"x\.cif: can't be read as reflections: "):
         amplitudes(tmp_path, "no CIF at all")
+    with pytest.raises(StructureError, match=r"its reflections have no _refln\.index_k"):
+        amplitudes(tmp_path, MACRO.replace("index_k", "index_other"))
+    with pytest.raises(StructureError, match=r"x\.cif: can't be read as reflections: .*\?"):
+        amplitudes(tmp_path, MACRO.replace(" 1 0  0 ", " ? 0  0 "))
     with pytest.raises(StructureError, match="No such file"):
         read_amplitudes(tmp_path / "absent.cif")
 
