@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fusedops._frame.arrays import ArrayT, namespace
-from fusedops._frame.check import of_shape
+from fusedops._frame.check import as_array, is_tensor, of_shape
 from fusedops.maps import MapGrid
 from fusedops.structure import Structure, StructureError, _gemmi, _numbered, _read_source
 
@@ -276,11 +276,12 @@ def k_mask(s: ArrayT, k_sol: Any, B_sol: Any) -> ArrayT:
     s : array or tensor (M, 3)
         Scattering vectors in Å⁻¹, ``hkl @ inv(cell)``.
     k_sol, B_sol : float, or tensor ()
-        See `Scale`. Those that are tensors have gradients.
+        See `Scale`. Tensors have gradients.
 
     Returns
     -------
     array or tensor (M,)
+        A tensor if an argument is one.
 
     Raises
     ------
@@ -298,7 +299,7 @@ def k_mask(s: ArrayT, k_sol: Any, B_sol: Any) -> ArrayT:
     >>> k_mask(np.array([[0, 0, 0], [0, 0.1, 0]]), 0.35, 46.0).round(3).tolist()
     [0.35, 0.312]
     """
-    of_shape("k_mask", "s", s, ("M", 3))
+    s = _vectors("k_mask", s, k_sol, B_sol)
     return k_sol * namespace(s).exp(-B_sol / 4 * (s * s).sum(-1))
 
 
@@ -316,6 +317,7 @@ def k_total(s: ArrayT, k_overall: Any, U_aniso: Any) -> ArrayT:
     Returns
     -------
     array or tensor (M,)
+        A tensor if an argument is one.
 
     Raises
     ------
@@ -333,13 +335,24 @@ def k_total(s: ArrayT, k_overall: Any, U_aniso: Any) -> ArrayT:
     >>> k_total(np.array([[0, 0, 0], [0, 0.2, 0]]), 2.0, [0, 0.1, 0, 0, 0, 0]).round(3).tolist()
     [2.0, 1.848]
     """
-    of_shape("k_total", "s", s, ("M", 3))
+    s = _vectors("k_total", s, k_overall, *U_aniso)
     if len(U_aniso) != 6:
         raise ValueError(f"k_total: U_aniso has {len(U_aniso)} numbers; it should have 6")
     x, y, z = s[:, 0], s[:, 1], s[:, 2]
     products = x * x, y * y, z * z, 2 * x * y, 2 * x * z, 2 * y * z
     exponent = sum(product * U for product, U in zip(products, U_aniso, strict=True))
     return k_overall * namespace(s).exp(-2 * math.pi**2 * exponent)
+
+
+def _vectors(op: str, s: Any, *parameters: Any) -> Any:
+    """Return scattering vectors as an array, or as a tensor if a parameter is one."""
+    if not is_tensor(s):
+        s = as_array(op, "s", s)
+        tensors = [parameter for parameter in parameters if is_tensor(parameter)]
+        if tensors:
+            s = namespace(tensors[0]).tensor(s, device=tensors[0].device)
+    of_shape(op, "s", s, ("M", 3))
+    return s
 
 
 def fit_scale(

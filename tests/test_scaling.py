@@ -78,8 +78,18 @@ def test_scales_of_tensors_have_gradients():
     )
     assert torch.autograd.gradcheck(lambda *a: k_total(s, *a), (k, U))
     assert torch.autograd.gradcheck(lambda *a: k_mask(s, *a), (k_sol, B_sol))
-    given = s.numpy(), *[x.detach().numpy() for x in (k, U)]
-    np.testing.assert_allclose(k_total(s, k, U).detach(), k_total(*given))
+    plain, U0 = s.numpy(), U.detach().numpy()
+    want, of_mask = k_total(plain, 2.0, U0), k_mask(plain, 0.4, 60.0)
+    np.testing.assert_allclose(k_total(s, k, U).detach(), want)
+    # Vectors of NumPy's, or a list of them, with any parameter that is a tensor.
+    for vectors in (plain, plain.tolist()):
+        for parameters in ((k, U), (2.0, U), (k, U0), (2.0, [*U])):
+            np.testing.assert_allclose(k_total(vectors, *parameters).detach(), want)
+        for parameters in ((k_sol, B_sol), (0.4, B_sol), (k_sol, 60.0)):
+            np.testing.assert_allclose(k_mask(vectors, *parameters).detach(), of_mask)
+        np.testing.assert_array_equal(k_total(vectors, 2.0, U0), want)
+        np.testing.assert_array_equal(k_mask(vectors, 0.4, 60.0), of_mask)
+    assert torch.autograd.gradcheck(lambda *a: k_total(plain, *a), (k, U))
 
 
 def test_data_without_solvent():
