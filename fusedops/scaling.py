@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fusedops._frame.arrays import ArrayT, namespace
-from fusedops._frame.check import as_array, is_tensor, of_shape
+from fusedops._frame.check import as_array, is_tensor, of_shape, refuse, values
 from fusedops.maps import MapGrid
 from fusedops.structure import Structure, StructureError, _gemmi, _numbered, _read_source
 
@@ -375,7 +375,7 @@ def fit_scale(
     grid : MapGrid
         Its cell and space group, which constrains U_aniso.
     F_mask : (M,) complex array, optional
-        Structure factors of `solvent_mask`; without them there is no solvent.
+        Structure factors of `solvent_mask`; without them, or if all are zero, there is no solvent.
 
     Returns
     -------
@@ -387,9 +387,12 @@ def fit_scale(
     Raises
     ------
     ValueError
-        An array has another shape, fewer amplitudes are observed than parameters are fitted, or a
-        number isn't finite, other than at reflections without an amplitude; or the grid is of a
-        box.
+        An array has another shape, or is zero everywhere but for `F_mask`; fewer amplitudes are
+        observed than parameters are fitted, or one is negative; Miller indices aren't whole; a
+        number isn't finite, other than at reflections without an amplitude; a tensor asks for a
+        gradient; or the grid is of a box.
+    TypeError
+        Amplitudes aren't real, or structure factors aren't numbers.
 
     References
     ----------
@@ -418,43 +421,59 @@ def fit_scale(
     gemmi = _gemmi()
     if grid.spacegroup is None:
         raise ValueError("fit_scale: grid is of a box; it should be of a crystal")
-    hkl = np.asarray(hkl, np.int32)
-    of_shape("fit_scale", "hkl", hkl, ("M", 3))
+    op = "fit_scale"
+    given = values(op, "hkl", hkl)
+    of_shape(op, "hkl", given, ("M", 3))
+    with np.errstate(invalid="ignore"):
+        hkl = given.astype(np.int32)
+    _none(op, "hkl", given, (hkl != given).any(axis=1), "be whole numbers")
     arrays = {"observed": observed, "F_calc": F_calc}
     if F_mask is not None:
         arrays["F_mask"] = F_mask
     for name, array in arrays.items():
-        if np.shape(array) != (len(hkl),):
-            raise ValueError(
-                f"fit_scale: {name} has shape {np.shape(array)}; it should be ({len(hkl)},), as hkl"
-            )
+        arrays[name] = array = values(op, name, array)
+        kinds, kind = ("fiu", "real") if name == "observed" else ("fiuc", "complex")
+        if array.dtype.kind not in kinds:
+            refuse(TypeError, op, name, f"has dtype {array.dtype}", f"be {kind} numbers")
+        if array.shape != (len(hkl),):
+            refuse(ValueError, op, name, f"has shape {array.shape}", f"be ({len(hkl)},), as hkl")
+    observed, F_calc, *masks = arrays.values()
     seen = ~np.isnan(observed)
     for name, array in arrays.items():
-        bad = seen & ~np.isfinite(array)
-        if bad.any():
-            first = int(bad.argmax())
-            raise ValueError(f"fit_scale: {name}[{first}] is {array[first]}; it should be finite")
+        _none(op, name, array, seen & ~np.isfinite(array), "be finite")
+    _none(op, "observed", observed, observed < 0, "not be negative")
+    scaling = gemmi.Scaling(grid.cell, grid.spacegroup)
+    scaling.use_solvent = bool(masks)
+    if seen.sum() < len(scaling.parameters):
+        should = f"have at least {len(scaling.parameters)}, the number of parameters"
+        refuse(ValueError, op, "observed", f"has {seen.sum()} amplitudes", should)
+    for name in ("observed", "F_calc"):
+        if not arrays[name][seen].any():
+            refuse(ValueError, op, name, "is zero everywhere", "have other values")
+    if masks and not masks[0][seen].any():
+        return fit_scale(observed, F_calc, hkl, grid)
+    # gemmi computes in 32 bits, and squares.
+    unit, unit_calc = (float(abs(array[seen]).max()) for array in (observed, F_calc))
     of_crystal = grid.cell, grid.spacegroup, np.ascontiguousarray(hkl[seen])
     # gemmi wants a sigma for each amplitude, which carries no weight in its least squares.
-    data = np.stack([observed[seen], np.ones(seen.sum())], axis=1).astype(np.float32)
+    data = np.stack([observed[seen] / unit, np.ones(seen.sum())], axis=1).astype(np.float32)
     F = [
-        gemmi.ComplexAsuData(*of_crystal, factors[seen].astype(np.complex64))
-        for factors in (F_calc, F_mask)
-        if factors is not None
+        gemmi.ComplexAsuData(*of_crystal, (factors[seen] / unit_calc).astype(np.complex64))
+        for factors in (F_calc, *masks)
     ]
-    solvent = F_mask is not None
-    scaling = gemmi.Scaling(grid.cell, grid.spacegroup)
-    scaling.use_solvent = solvent
-    if seen.sum() < len(scaling.parameters):
-        raise ValueError(
-            f"fit_scale: observed has {seen.sum()} amplitudes; it should have at least "
-            f"{len(scaling.parameters)}, the number of parameters"
-        )
     scaling.prepare_points(F[0], gemmi.ValueSigmaAsuData(*of_crystal, data), *F[1:])
     scaling.fit_isotropic_b_approximately()
     scaling.fit_parameters()
-    if solvent and min(scaling.k_sol, scaling.b_sol) < 0:
+    if masks and min(scaling.k_sol, scaling.b_sol) < 0:
         return fit_scale(observed, F_calc, hkl, grid)
     B = np.array(scaling.b_overall.elements_pdb())
-    k_sol, B_sol = (scaling.k_sol, scaling.b_sol) if solvent else (0.0, 0.0)
-    return Scale(scaling.k_overall, B / (8 * math.pi**2), k_sol, B_sol)
+    k_sol, B_sol = (scaling.k_sol, scaling.b_sol) if masks else (0.0, 0.0)
+    k_overall = scaling.k_overall * (unit / unit_calc)
+    return Scale(k_overall, B / (8 * math.pi**2), k_sol, B_sol)
+
+
+def _none(op: str, name: str, array: np.ndarray, bad: np.ndarray, should: str) -> None:
+    """Raise ValueError about the first bad element of an array, if there is one."""
+    if bad.any():
+        first = int(bad.argmax())
+        refuse(ValueError, op, f"{name}[{first}]", f"is {array[first]}", should)

@@ -113,6 +113,28 @@ def test_reflections_that_are_not_observed_do_not_count():
     assert found.k_overall == pytest.approx(2.0, rel=1e-5)
 
 
+def test_a_fit_of_any_unit_and_of_lists():
+    grid, hkl, s, F_calc, F_mask = crystal("P 21 21 21")
+    observed = abs(F_calc + k_mask(s, 0.4, 60.0) * F_mask)
+    for unit, unit_calc in ((1e30, 1), (1, 1e30), (1e30, 1e30), (1e-30, 1e-30), (1e200, 1e200)):
+        given = observed * unit, F_calc * unit_calc, hkl, grid, F_mask * unit_calc
+        found = fit_scale(*given)
+        assert found.k_overall == pytest.approx(unit / unit_calc, rel=1e-5)
+        assert [found.k_sol, found.B_sol] == pytest.approx([0.4, 60], rel=1e-5)
+    lists = fit_scale(*(x if x is grid else x.tolist() for x in given))
+    assert (lists.k_overall, lists.k_sol) == (found.k_overall, found.k_sol)
+
+
+def test_a_mask_of_zeros_is_no_solvent():
+    grid, hkl, _, F_calc, F_mask = crystal("P 21 21 21")
+    observed = abs(F_calc)
+    observed[::20] = np.nan
+    for mask in (0 * F_mask, F_mask * np.isnan(observed)):
+        found, without = (fit_scale(observed, F_calc, hkl, grid, m) for m in (mask, None))
+        assert (found.k_sol, found.B_sol) == (0, 0)
+        assert found.k_overall == without.k_overall == pytest.approx(1, rel=1e-5)
+
+
 def test_refusals_of_scales():
     with pytest.raises(ValueError, match=r"k_mask: s has shape \(3,\); it should be \(M, 3\)"):
         k_mask(np.zeros(3), 0.35, 46.0)
@@ -126,8 +148,8 @@ def test_refusals_of_a_fit():
     grid, hkl, s, F_calc, F_mask = crystal("P 2 3")
     observed = abs(F_calc)
 
-    def fails(match, observed=observed, F_calc=F_calc, grid=grid, **more):
-        with pytest.raises(ValueError, match=match):
+    def fails(match, observed=observed, F_calc=F_calc, hkl=hkl, grid=grid, **more):
+        with pytest.raises(more.pop("error", ValueError), match=f"fit_scale: {match}"):
             fit_scale(observed, F_calc, hkl, grid, **more)
 
     bad = np.where(np.arange(len(hkl)) == 7, np.nan, 1.0)
@@ -139,6 +161,19 @@ def test_refusals_of_a_fit():
         fit_scale(observed, F_calc, hkl[:, 0], grid)
     fails("observed has 0 amplitudes; it should have at least 4", np.nan * observed, F_mask=F_mask)
     fails("observed has 0 amplitudes; it should have at least 2", np.nan * observed)
+    fails("F_calc is zero everywhere; it should have other values", F_calc=0 * F_calc)
+    fails("observed is zero everywhere; it should have other values", 0 * observed)
+    fails(r"observed\[0\] is -.*; it should not be negative", -observed)
+    whole = r"hkl\[0\] is \[.*\]; it should be whole numbers"
+    for bad in (hkl + 0.4, hkl * np.nan, np.where(hkl, hkl, 1e10)):
+        fails(whole, hkl=bad)
+    real = "observed has dtype complex128; it should be real numbers"
+    fails(real, F_calc, error=TypeError)
+    fails(
+        "F_calc has dtype <U.*; it should be complex numbers",
+        F_calc=hkl[:, 0].astype(str),
+        error=TypeError,
+    )
     fails("grid is of a box; it should be of a crystal", grid=maps.box_grid(s, 0.5, 1.0))
 
 
