@@ -123,8 +123,9 @@ def read_amplitudes(path: str | os.PathLike) -> Amplitudes:
     Returns
     -------
     Amplitudes
-        Of the first data block with reflections. Amplitudes are preferred to intensities, of which
-        they are the square roots, and a column with values to one without.
+        Amplitudes of the first data block with reflections. Columns of amplitudes are preferred to
+        columns of intensities, whose square roots are taken otherwise, and columns with values to
+        columns without.
 
     Raises
     ------
@@ -226,7 +227,7 @@ def solvent_mask(structure: Structure, grid: MapGrid, xyz: np.ndarray | None = N
 
     Notes
     -----
-    Radii, a probe of 1.1 Å and a shrinkage of 0.9 Å are those of cctbx.
+    Radii, a probe of 1.1 Å and a shrinkage of 0.9 Å are cctbx's.
 
     References
     ----------
@@ -276,7 +277,7 @@ def k_mask(s: ArrayT, k_sol: Any, B_sol: Any) -> ArrayT:
     s : array or tensor (M, 3)
         Scattering vectors in Å⁻¹, ``hkl @ inv(cell)``.
     k_sol, B_sol : float, or tensor ()
-        See `Scale`. Tensors have gradients.
+        See `Scale`. Parameters that are tensors have gradients.
 
     Returns
     -------
@@ -311,8 +312,9 @@ def k_total(s: ArrayT, k_overall: Any, U_aniso: Any) -> ArrayT:
     s : array or tensor (M, 3)
         See `k_mask`.
     k_overall : float, or tensor ()
-        See `Scale`. A tensor has a gradient, as `U_aniso` has.
+        See `Scale`. Parameters that are tensors have gradients.
     U_aniso : array or tensor (6,)
+        See `Scale`.
 
     Returns
     -------
