@@ -329,7 +329,7 @@ _searched = functools.cache(_installed)
 
 
 def _found() -> bool:
-    # `compat.cuequivariance.register` puts torch's attention into the package's place.
+    # `compat.cuequivariance.register` puts our functions into the package's place.
     return not serves("cuequivariance-torch") and _searched()
 
 

@@ -471,13 +471,22 @@ def _find_bonds(structure: Any) -> tuple[np.ndarray, list[str]]:
     contacts.ignore = gemmi.ContactSearch.Ignore.Nothing
     contacts.special_pos_cutoff_sq = 0
     pairs, left_out = set(), Counter[str]()
+    # An atom meets itself, and its images where it is on a special position.
+    itself, other = set(), []
     for found in contacts.find_contacts(search):
         first, second = found.partner1.atom, found.partner2.atom
+        if first.serial == second.serial and found.dist < _SPECIAL:
+            itself.add((first.serial, found.image_idx))
+        else:
+            other.append((found, first, second))
+    for found, first, second in other:
         i, j = sorted((first.serial, second.serial))
-        # An atom meets itself, and its image on a special position.
-        if i == j and found.dist < _SPECIAL:
-            continue
-        if abs(first.pos.dist(second.pos) - found.dist) > 1e-3:
+        at_home = {(i, found.image_idx), (j, found.image_idx)} <= itself
+        moved = abs(first.pos.dist(second.pos) - found.dist) > 1e-3
+        if at_home and not moved and found.image_idx:
+            continue  # both atoms' images are the atoms
+        # An image by translation alone has the index of the atom.
+        if not at_home or moved or (i, j) in pairs:
             left_out["bonds to images in the crystal"] += 1
         elif found.dist == 0:
             left_out["pairs of atoms at one place"] += 1

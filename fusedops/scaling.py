@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fusedops._frame.arrays import ArrayT, namespace
-from fusedops._frame.check import of_shape
+from fusedops._frame.check import as_array, is_tensor, of_shape, refuse, values
 from fusedops.maps import MapGrid
 from fusedops.structure import Structure, StructureError, _gemmi, _numbered, _read_source
 
@@ -30,13 +30,15 @@ __all__ = [
 ]
 
 # Columns of a value and its sigma, of macromolecular and core CIF, with the power of the amplitude.
+# A CIF may write its names in any case.
 _COLUMNS = (
-    ("F_meas_au", "F_meas_sigma_au", 1),
-    ("F_meas", "F_meas_sigma", 1),
-    ("F_meas", "F_sigma", 1),
-    ("F_squared_meas", "F_squared_sigma", 2),
+    ("f_meas_au", "f_meas_sigma_au", 1),
+    ("f_meas", "f_meas_sigma", 1),
+    ("f_meas", "f_sigma", 1),
+    ("f_squared_meas", "f_squared_sigma", 2),
     ("intensity_meas", "intensity_sigma", 2),
 )
+_HKL = "index_h", "index_k", "index_l"
 _STATUS = "status", "observed_status", "include_status"
 # Reflections that were excluded, are systematically absent, or beyond limits of resolution.
 _EXCLUDED = ("x", "-", "h", "l")
@@ -121,8 +123,9 @@ def read_amplitudes(path: str | os.PathLike) -> Amplitudes:
     Returns
     -------
     Amplitudes
-        Of the first data block with reflections. Amplitudes are preferred to intensities, of which
-        they are the square roots.
+        Amplitudes of the first data block with reflections. Columns of amplitudes are preferred to
+        columns of intensities, whose square roots are taken otherwise, and columns with values to
+        columns without.
 
     Raises
     ------
@@ -159,31 +162,41 @@ def read_amplitudes(path: str | os.PathLike) -> Amplitudes:
             blocks = [block for block in gemmi.as_refln_blocks(document) if block.default_loop]
         if not blocks:
             raise ValueError("it has no reflections (_refln)")
-        block, labels = blocks[0], blocks[0].column_labels()
+        block, loop = blocks[0], blocks[0].default_loop
+        labels = {label.lower(): label for label in block.column_labels()}
+
+        def texts(name: str) -> list[str]:
+            return loop.values[[*labels].index(name) :: loop.width()]
+
         known = [columns for columns in _COLUMNS if columns[0] in labels]
         if not known:
             raise ValueError(f"its reflections have no measured value, but {', '.join(labels)}")
-        name, sigma_name, power = next((c for c in known if c[1] in labels), known[0])
-        hkl, values = block.make_miller_array(), block.make_float_array(name)
+        known.sort(key=lambda columns: columns[1] not in labels)
+        arrays = [block.make_float_array(labels[columns[0]]) for columns in known]
+        first = next((n for n, array in enumerate(arrays) if np.isfinite(array).any()), 0)
+        (_, sigma_name, power), values = known[first], arrays[first]
+        absent = [f"_refln.{index}" for index in _HKL if index not in labels]
+        if absent:
+            raise ValueError(f"its reflections have no {', '.join(absent)}")
+        indices = [[gemmi.cif.as_int(text) for text in texts(index)] for index in _HKL]
         sigma = np.full(len(values), np.nan)
         if sigma_name in labels:
-            sigma = block.make_float_array(sigma_name)
+            sigma = block.make_float_array(labels[sigma_name])
     except (ValueError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise StructureError(f"{path}: can't be read as reflections: {reason}") from None
-    loop, status = block.default_loop, np.full(len(values), "o")
+    status = np.full(len(values), "o")
     for column in _STATUS:
         if column in labels:
-            status = np.array(loop.values[labels.index(column) :: loop.width()])
+            status = np.array([gemmi.cif.as_string(text).lower() for text in texts(column)])
             break
     values[np.isin(status, _EXCLUDED)] = np.nan
     negative = values <= 0 if power == 2 else np.zeros(len(values), bool)
     values[negative] = np.nan
     F = values ** (1 / power)
     sigma = np.where(np.isnan(F), np.nan, sigma / (power * F ** (power - 1)))
-    return Amplitudes(
-        hkl, F, sigma, status == "f", int(negative.sum()), block.cell, block.spacegroup
-    )
+    hkl, free = np.array(indices, np.int32).T, status == "f"
+    return Amplitudes(hkl, F, sigma, free, int(negative.sum()), block.cell, block.spacegroup)
 
 
 def solvent_mask(structure: Structure, grid: MapGrid, xyz: np.ndarray | None = None) -> np.ndarray:
@@ -214,7 +227,7 @@ def solvent_mask(structure: Structure, grid: MapGrid, xyz: np.ndarray | None = N
 
     Notes
     -----
-    Radii, a probe of 1.1 Å and a shrinkage of 0.9 Å are those of cctbx.
+    Radii, a probe of 1.1 Å and a shrinkage of 0.9 Å are cctbx's.
 
     References
     ----------
@@ -264,11 +277,12 @@ def k_mask(s: ArrayT, k_sol: Any, B_sol: Any) -> ArrayT:
     s : array or tensor (M, 3)
         Scattering vectors in Å⁻¹, ``hkl @ inv(cell)``.
     k_sol, B_sol : float, or tensor ()
-        See `Scale`. Those that are tensors have gradients.
+        See `Scale`. Parameters that are tensors have gradients.
 
     Returns
     -------
     array or tensor (M,)
+        A tensor if an argument is one.
 
     Raises
     ------
@@ -286,7 +300,7 @@ def k_mask(s: ArrayT, k_sol: Any, B_sol: Any) -> ArrayT:
     >>> k_mask(np.array([[0, 0, 0], [0, 0.1, 0]]), 0.35, 46.0).round(3).tolist()
     [0.35, 0.312]
     """
-    of_shape("k_mask", "s", s, ("M", 3))
+    s = _vectors("k_mask", s, k_sol, B_sol)
     return k_sol * namespace(s).exp(-B_sol / 4 * (s * s).sum(-1))
 
 
@@ -298,12 +312,14 @@ def k_total(s: ArrayT, k_overall: Any, U_aniso: Any) -> ArrayT:
     s : array or tensor (M, 3)
         See `k_mask`.
     k_overall : float, or tensor ()
-        See `Scale`. A tensor has a gradient, as `U_aniso` has.
+        See `Scale`. Parameters that are tensors have gradients.
     U_aniso : array or tensor (6,)
+        See `Scale`.
 
     Returns
     -------
     array or tensor (M,)
+        A tensor if an argument is one.
 
     Raises
     ------
@@ -321,13 +337,24 @@ def k_total(s: ArrayT, k_overall: Any, U_aniso: Any) -> ArrayT:
     >>> k_total(np.array([[0, 0, 0], [0, 0.2, 0]]), 2.0, [0, 0.1, 0, 0, 0, 0]).round(3).tolist()
     [2.0, 1.848]
     """
-    of_shape("k_total", "s", s, ("M", 3))
+    s = _vectors("k_total", s, k_overall, *U_aniso)
     if len(U_aniso) != 6:
         raise ValueError(f"k_total: U_aniso has {len(U_aniso)} numbers; it should have 6")
     x, y, z = s[:, 0], s[:, 1], s[:, 2]
     products = x * x, y * y, z * z, 2 * x * y, 2 * x * z, 2 * y * z
     exponent = sum(product * U for product, U in zip(products, U_aniso, strict=True))
     return k_overall * namespace(s).exp(-2 * math.pi**2 * exponent)
+
+
+def _vectors(op: str, s: Any, *parameters: Any) -> Any:
+    """Return scattering vectors as an array, or as a tensor if a parameter is one."""
+    if not is_tensor(s):
+        s = as_array(op, "s", s)
+        tensors = [parameter for parameter in parameters if is_tensor(parameter)]
+        if tensors:
+            s = namespace(tensors[0]).tensor(s, device=tensors[0].device)
+    of_shape(op, "s", s, ("M", 3))
+    return s
 
 
 def fit_scale(
@@ -350,7 +377,7 @@ def fit_scale(
     grid : MapGrid
         Its cell and space group, which constrains U_aniso.
     F_mask : (M,) complex array, optional
-        Structure factors of `solvent_mask`; without them there is no solvent.
+        Structure factors of `solvent_mask`; without them, or if all are zero, there is no solvent.
 
     Returns
     -------
@@ -362,9 +389,12 @@ def fit_scale(
     Raises
     ------
     ValueError
-        An array has another shape, fewer amplitudes are observed than parameters are fitted, or a
-        number isn't finite, other than at reflections without an amplitude; or the grid is of a
-        box.
+        An array has another shape, or is zero everywhere but for `F_mask`; fewer amplitudes are
+        observed than parameters are fitted, or one is negative; Miller indices aren't whole; a
+        number isn't finite, other than at reflections without an amplitude; a tensor asks for a
+        gradient; or the grid is of a box.
+    TypeError
+        Amplitudes aren't real, or structure factors aren't numbers.
 
     References
     ----------
@@ -393,43 +423,59 @@ def fit_scale(
     gemmi = _gemmi()
     if grid.spacegroup is None:
         raise ValueError("fit_scale: grid is of a box; it should be of a crystal")
-    hkl = np.asarray(hkl, np.int32)
-    of_shape("fit_scale", "hkl", hkl, ("M", 3))
+    op = "fit_scale"
+    given = values(op, "hkl", hkl)
+    of_shape(op, "hkl", given, ("M", 3))
+    with np.errstate(invalid="ignore"):
+        hkl = given.astype(np.int32)
+    _none(op, "hkl", given, (hkl != given).any(axis=1), "be whole numbers")
     arrays = {"observed": observed, "F_calc": F_calc}
     if F_mask is not None:
         arrays["F_mask"] = F_mask
     for name, array in arrays.items():
-        if np.shape(array) != (len(hkl),):
-            raise ValueError(
-                f"fit_scale: {name} has shape {np.shape(array)}; it should be ({len(hkl)},), as hkl"
-            )
+        arrays[name] = array = values(op, name, array)
+        kinds, kind = ("fiu", "real") if name == "observed" else ("fiuc", "complex")
+        if array.dtype.kind not in kinds:
+            refuse(TypeError, op, name, f"has dtype {array.dtype}", f"be {kind} numbers")
+        if array.shape != (len(hkl),):
+            refuse(ValueError, op, name, f"has shape {array.shape}", f"be ({len(hkl)},), as hkl")
+    observed, F_calc, *masks = arrays.values()
     seen = ~np.isnan(observed)
     for name, array in arrays.items():
-        bad = seen & ~np.isfinite(array)
-        if bad.any():
-            first = int(bad.argmax())
-            raise ValueError(f"fit_scale: {name}[{first}] is {array[first]}; it should be finite")
+        _none(op, name, array, seen & ~np.isfinite(array), "be finite")
+    _none(op, "observed", observed, observed < 0, "not be negative")
+    scaling = gemmi.Scaling(grid.cell, grid.spacegroup)
+    scaling.use_solvent = bool(masks)
+    if seen.sum() < len(scaling.parameters):
+        should = f"have at least {len(scaling.parameters)}, the number of parameters"
+        refuse(ValueError, op, "observed", f"has {seen.sum()} amplitudes", should)
+    for name in ("observed", "F_calc"):
+        if not arrays[name][seen].any():
+            refuse(ValueError, op, name, "is zero everywhere", "have other values")
+    if masks and not masks[0][seen].any():
+        return fit_scale(observed, F_calc, hkl, grid)
+    # gemmi computes in 32 bits, and squares.
+    unit, unit_calc = (float(abs(array[seen]).max()) for array in (observed, F_calc))
     of_crystal = grid.cell, grid.spacegroup, np.ascontiguousarray(hkl[seen])
     # gemmi wants a sigma for each amplitude, which carries no weight in its least squares.
-    data = np.stack([observed[seen], np.ones(seen.sum())], axis=1).astype(np.float32)
+    data = np.stack([observed[seen] / unit, np.ones(seen.sum())], axis=1).astype(np.float32)
     F = [
-        gemmi.ComplexAsuData(*of_crystal, factors[seen].astype(np.complex64))
-        for factors in (F_calc, F_mask)
-        if factors is not None
+        gemmi.ComplexAsuData(*of_crystal, (factors[seen] / unit_calc).astype(np.complex64))
+        for factors in (F_calc, *masks)
     ]
-    solvent = F_mask is not None
-    scaling = gemmi.Scaling(grid.cell, grid.spacegroup)
-    scaling.use_solvent = solvent
-    if seen.sum() < len(scaling.parameters):
-        raise ValueError(
-            f"fit_scale: observed has {seen.sum()} amplitudes; it should have at least "
-            f"{len(scaling.parameters)}, the number of parameters"
-        )
     scaling.prepare_points(F[0], gemmi.ValueSigmaAsuData(*of_crystal, data), *F[1:])
     scaling.fit_isotropic_b_approximately()
     scaling.fit_parameters()
-    if solvent and min(scaling.k_sol, scaling.b_sol) < 0:
+    if masks and min(scaling.k_sol, scaling.b_sol) < 0:
         return fit_scale(observed, F_calc, hkl, grid)
     B = np.array(scaling.b_overall.elements_pdb())
-    k_sol, B_sol = (scaling.k_sol, scaling.b_sol) if solvent else (0.0, 0.0)
-    return Scale(scaling.k_overall, B / (8 * math.pi**2), k_sol, B_sol)
+    k_sol, B_sol = (scaling.k_sol, scaling.b_sol) if masks else (0.0, 0.0)
+    k_overall = scaling.k_overall * (unit / unit_calc)
+    return Scale(k_overall, B / (8 * math.pi**2), k_sol, B_sol)
+
+
+def _none(op: str, name: str, array: np.ndarray, bad: np.ndarray, should: str) -> None:
+    """Raise ValueError about the first bad element of an array, if there is one."""
+    if bad.any():
+        first = int(bad.argmax())
+        refuse(ValueError, op, f"{name}[{first}]", f"is {array[first]}", should)

@@ -22,7 +22,7 @@ RING = "CB 0 1.5 0 CG 0 3 0 CD1 1.2 3.7 0 CD2 -1.2 3.7 0 CE1 1.2 5.1 0 CE2 -1.2 
 def bad(load):
     """A phenylalanine without CZ, an unknown residue, and a water whose occupancy is zero."""
     text = pdb(
-        f"PHE 1 {RING.replace(' CZ 0 5.8 0', '')}", "XYZ 2 C1 9 0 0 C2 10.5 0 0", "HOH 3 O 15 5 9"
+        f"PHE 1 {RING.replace(' CZ 0 5.8 0', '')}", "XYZ 2 C1 9 0 0 C2 10.5 0 0", "HOH 3 O 13.4 0 0"
     )
     head, _, tail = text.rpartition("  1.00 10.00")
     return load(f"{CELL}{head}  0.00 10.00{tail}")

@@ -142,6 +142,30 @@ def test_four_axes_and_rows_of_bias(monkeypatch, memory):
         torch.testing.assert_close(got[:, row : row + 1], ours.triangle_attention(*one))
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+@pytest.mark.parametrize(("queries", "keys"), [(Q, 0), (0, K), (0, 0)])
+def test_no_keys_and_no_queries(queries, keys, masked):
+    given = [
+        torch.randn(shape, requires_grad=True)
+        for shape in ((B, N, H, queries, D), *[(B, N, H, keys, D)] * 2, (B, 1, H, queries, keys))
+    ]
+    mask = torch.ones(B, N, 1, 1, keys) if masked else None
+    with torch.autocast("cpu", torch.bfloat16):
+        out = ours.triangle_attention(*given, mask)
+    torch.testing.assert_close(out, torch.zeros(B, N, H, queries, D))
+    for x, gradient in zip(given, torch.autograd.grad(out.sum(), given), strict=True):
+        torch.testing.assert_close(gradient, torch.zeros_like(x))
+
+
+def test_a_scale_may_be_a_tensor():
+    given, mask = triangles()
+    want = ours.triangle_attention(*given, mask, 0.3, return_aux=True)
+    got = ours.triangle_attention(
+        *given, mask, torch.tensor(0.3, dtype=torch.float64), return_aux=True
+    )
+    assert all(map(torch.equal, got, want))
+
+
 def test_numbers_of_keys():
     given, _ = triangles()
     lengths = torch.tensor([[0, 1, 4], [6, 9, 2]]).view(B, N, 1, 1, 1).int()
@@ -275,6 +299,12 @@ def test_optional_weights_are_ones_and_zeros(kind):
         "bias is on meta; it should be on cpu": {"bias": torch.ones(1, device="meta")},
         r"mask has shape \(2, 4, 1, 1, 6\); it should broad": {"mask": torch.ones(B, 4, 1, 1, K)},
         "mask is a list; it should be a tensor": {"mask": [1]},
+        r"scale has shape \(1,\); it should be \(\)": {"scale": torch.ones(1)},
+        "scale requires grad; it is a constant": {"scale": torch.ones((), requires_grad=True)},
+        r"k has shape .*; it should have keys, whose maximum return_aux asks for": {
+            **{"k": torch.ones(B, N, H, 0, D), "v": torch.ones(B, N, H, 0, D)},
+            **{"bias": torch.ones(B, 1, H, Q, 0), "return_aux": True},
+        },
         "kv_lengths has dtype float32; it should be int32": {"kv_lengths": torch.ones(1)},
         "kv_lengths is given with mask": {"kv_lengths": torch.ones(1), "mask": torch.ones(1)},
     }.items(),

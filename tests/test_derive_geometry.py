@@ -87,6 +87,27 @@ def test_no_atom_is_lost_unsaid(load):
     ]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "group", "atoms", "images"),
+    [
+        # An atom on an axis is bonded to images that are as far as the atoms.
+        ((20, 22, 24), "P 1 2 1", "C1 0 3 0 C2 1.5 3 0", 1),
+        ((20, 22, 24), "P 1 2 1", "C2 1.5 3 0 C1 0 3 0", 1),
+        ((20, 20, 24), "P 4", "C1 0 0 3 C2 1.5 0 3", 3),
+        ((20, 22, 24), "P 1 2 1", "C1 0 3 0 C2 0 4.5 0", 0),
+        ((20, 20, 24), "P 4", "C1 0 0 3 C2 0 0 4.5", 0),
+        ((3, 22, 24), "P 1", "C1 0 3 0 C2 1.5 3 0", 1),
+    ],
+)
+def test_bonds_to_images_as_far_as_atoms(load, lengths, group, atoms, images):
+    a, b, c = lengths
+    cell = f"CRYST1{a:9.3f}{b:9.3f}{c:9.3f}  90.00  90.00  90.00 {group}\n"
+    found = derive_geometry(load(cell + pdb(f"LIG 1 {atoms}")))
+    assert len(found.columns["bonds"]["indices"]) == 1
+    of_images = [f"{images} bonds to images in the crystal have no restraints"]
+    assert found.warnings == (of_images if images else [])
+
+
 def test_a_structure_without_bonds(load):
     found = derive_geometry(load(pdb("HOH 1 O 0 0 0", "HOH 2 O 5 0 0")))
     assert found.skipped == {"HOH": 2}

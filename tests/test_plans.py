@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
 import itertools
@@ -291,14 +292,47 @@ def test_values_are_looked_at_in_every_call(framework):
     given["b"][3] = np.nan
     with pytest.raises(ValueError, match=r"gaussian_density: b\[3\] is nan"):
         fusedops.gaussian_density(**given)
+
+
+def test_states_are_still_writable_in_every_step():
     state = np.zeros((2, 4, 3))
     token, kernels = np.ones((2, 4)), np.ones((4, 3))
     fusedops.dynamic_conv_step(token, state, kernels)
-    with pytest.raises(ValueError, match="x shares memory with state"):
-        fusedops.dynamic_conv_step(state.reshape(-1)[:8].reshape(2, 4), state, kernels)
     state.flags.writeable = False
     with pytest.raises(ValueError, match="state is read-only"):
         fusedops.dynamic_conv_step(token, state, kernels)
+
+
+def in_memory(array, memory):
+    """Return an array of NumPy's or a tensor with values of another, at the start of memory."""
+    view = memory[: array.size].reshape(array.shape)
+    view[...] = array if isinstance(memory, np.ndarray) else torch.from_numpy(array)
+    return view
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("op", [fusedops.dynamic_conv_step, fusedops.gated_delta_rule_step])
+def test_memory_is_compared_in_every_step(op, framework):
+    """A token of the same kind as before, but in the state's memory, is found."""
+    shapes = {"x": (2, 4), "state": (2, 4, 3), "kernels": (4, 3)}
+    name = "x"
+    if op is fusedops.gated_delta_rule_step:
+        shapes = {"q": (2, 2, 4), "k": (2, 2, 4), "v": (2, 2, 5), "g": (2, 2), "beta": (2, 2)}
+        shapes, name = shapes | {"state": (2, 2, 4, 5)}, "k"
+    rng = np.random.default_rng(0)
+    values = {argument: rng.normal(size=shape) for argument, shape in shapes.items()}
+    make = np.zeros if framework == "numpy" else functools.partial(torch.zeros, dtype=torch.float64)
+    given = {argument: in_memory(array, make(256)) for argument, array in values.items()}
+    memory = make(256)
+    given["state"] = in_memory(values["state"], memory)
+    for start in (128, 160, values["state"].size):
+        given[name] = in_memory(values[name], memory[start:])
+        op(**given)
+    for start in (0, 8, values["state"].size - 8):
+        given[name] = in_memory(values[name], memory[start:])
+        with checks(op) as entered, pytest.raises(ValueError, match=f"{name} shares memory with s"):
+            op(**given)
+        assert not entered
 
 
 def test_plans_stay_within_their_limit(monkeypatch):

@@ -78,8 +78,18 @@ def test_scales_of_tensors_have_gradients():
     )
     assert torch.autograd.gradcheck(lambda *a: k_total(s, *a), (k, U))
     assert torch.autograd.gradcheck(lambda *a: k_mask(s, *a), (k_sol, B_sol))
-    given = s.numpy(), *[x.detach().numpy() for x in (k, U)]
-    np.testing.assert_allclose(k_total(s, k, U).detach(), k_total(*given))
+    plain, U0 = s.numpy(), U.detach().numpy()
+    want, of_mask = k_total(plain, 2.0, U0), k_mask(plain, 0.4, 60.0)
+    np.testing.assert_allclose(k_total(s, k, U).detach(), want)
+    # Vectors of NumPy's, or a list of them, with any parameter that is a tensor.
+    for vectors in (plain, plain.tolist()):
+        for parameters in ((k, U), (2.0, U), (k, U0), (2.0, [*U])):
+            np.testing.assert_allclose(k_total(vectors, *parameters).detach(), want)
+        for parameters in ((k_sol, B_sol), (0.4, B_sol), (k_sol, 60.0)):
+            np.testing.assert_allclose(k_mask(vectors, *parameters).detach(), of_mask)
+        np.testing.assert_array_equal(k_total(vectors, 2.0, U0), want)
+        np.testing.assert_array_equal(k_mask(vectors, 0.4, 60.0), of_mask)
+    assert torch.autograd.gradcheck(lambda *a: k_total(plain, *a), (k, U))
 
 
 def test_data_without_solvent():
@@ -103,6 +113,28 @@ def test_reflections_that_are_not_observed_do_not_count():
     assert found.k_overall == pytest.approx(2.0, rel=1e-5)
 
 
+def test_a_fit_of_any_unit_and_of_lists():
+    grid, hkl, s, F_calc, F_mask = crystal("P 21 21 21")
+    observed = abs(F_calc + k_mask(s, 0.4, 60.0) * F_mask)
+    for unit, unit_calc in ((1e30, 1), (1, 1e30), (1e30, 1e30), (1e-30, 1e-30), (1e200, 1e200)):
+        given = observed * unit, F_calc * unit_calc, hkl, grid, F_mask * unit_calc
+        found = fit_scale(*given)
+        assert found.k_overall == pytest.approx(unit / unit_calc, rel=1e-5)
+        assert [found.k_sol, found.B_sol] == pytest.approx([0.4, 60], rel=1e-5)
+    lists = fit_scale(*(x if x is grid else x.tolist() for x in given))
+    assert (lists.k_overall, lists.k_sol) == (found.k_overall, found.k_sol)
+
+
+def test_a_mask_of_zeros_is_no_solvent():
+    grid, hkl, _, F_calc, F_mask = crystal("P 21 21 21")
+    observed = abs(F_calc)
+    observed[::20] = np.nan
+    for mask in (0 * F_mask, F_mask * np.isnan(observed)):
+        found, without = (fit_scale(observed, F_calc, hkl, grid, m) for m in (mask, None))
+        assert (found.k_sol, found.B_sol) == (0, 0)
+        assert found.k_overall == without.k_overall == pytest.approx(1, rel=1e-5)
+
+
 def test_refusals_of_scales():
     with pytest.raises(ValueError, match=r"k_mask: s has shape \(3,\); it should be \(M, 3\)"):
         k_mask(np.zeros(3), 0.35, 46.0)
@@ -116,8 +148,8 @@ def test_refusals_of_a_fit():
     grid, hkl, s, F_calc, F_mask = crystal("P 2 3")
     observed = abs(F_calc)
 
-    def fails(match, observed=observed, F_calc=F_calc, grid=grid, **more):
-        with pytest.raises(ValueError, match=match):
+    def fails(match, observed=observed, F_calc=F_calc, hkl=hkl, grid=grid, **more):
+        with pytest.raises(more.pop("error", ValueError), match=f"fit_scale: {match}"):
             fit_scale(observed, F_calc, hkl, grid, **more)
 
     bad = np.where(np.arange(len(hkl)) == 7, np.nan, 1.0)
@@ -129,6 +161,19 @@ def test_refusals_of_a_fit():
         fit_scale(observed, F_calc, hkl[:, 0], grid)
     fails("observed has 0 amplitudes; it should have at least 4", np.nan * observed, F_mask=F_mask)
     fails("observed has 0 amplitudes; it should have at least 2", np.nan * observed)
+    fails("F_calc is zero everywhere; it should have other values", F_calc=0 * F_calc)
+    fails("observed is zero everywhere; it should have other values", 0 * observed)
+    fails(r"observed\[0\] is -.*; it should not be negative", -observed)
+    whole = r"hkl\[0\] is \[.*\]; it should be whole numbers"
+    for bad in (hkl + 0.4, hkl * np.nan, np.where(hkl, hkl, 1e10)):
+        fails(whole, hkl=bad)
+    real = "observed has dtype complex128; it should be real numbers"
+    fails(real, F_calc, error=TypeError)
+    fails(
+        "F_calc has dtype <U.*; it should be complex numbers",
+        F_calc=hkl[:, 0].astype(str),
+        error=TypeError,
+    )
     fails("grid is of a box; it should be of a crystal", grid=maps.box_grid(s, 0.5, 1.0))
 
 
@@ -245,6 +290,28 @@ def test_amplitudes_of_macromolecules(tmp_path):
     np.testing.assert_array_equal(amplitudes(tmp_path, text).F, [100, -0.5, 25, np.nan])
 
 
+@pytest.mark.parametrize("change", [str.lower, str.upper])
+def test_names_and_statuses_have_any_case_and_quotes(tmp_path, change):
+    def other(text):
+        text = re.sub(r"_refln[_.]\S+", lambda found: change(found[0]), text)
+        return re.sub(r"\b([oxf])\n", lambda found: f"'{change(found[1])}'\n", text)
+
+    for text in (CORE, MACRO.replace(" <\n", " f\n")):
+        want, found = amplitudes(tmp_path, text), amplitudes(tmp_path, other(text))
+        assert np.isnan(found.F[2])
+        for name in ("hkl", "F", "sigma", "free"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(want, name))
+
+
+def test_amplitudes_without_values_hide_no_intensities(tmp_path):
+    columns = "_refln.F_meas_au\n_refln.F_meas_sigma_au\n_refln.intensity_meas\n"
+    text = MACRO.partition("loop_")[0] + "loop_\n_refln.index_h\n_refln.index_k\n_refln.index_l\n"
+    rows = "1 0 0 ? ? 100.0 4.0\n0 2 0 ? ? 25.0 1.0\n"
+    found = amplitudes(tmp_path, f"{text}{columns}_refln.intensity_sigma\n{rows}")
+    np.testing.assert_array_equal(found.F, [10, 5])
+    np.testing.assert_array_equal(found.sigma, [0.2, 0.1])
+
+
 def test_refusals_of_amplitudes(tmp_path):
     with pytest.raises(StructureError, match=r"x\.cif: can't be read as .*: it has no reflections"):
         amplitudes(tmp_path, "data_x\n_cell_length_a 5\n")
@@ -253,6 +320,10 @@ def test_refusals_of_amplitudes(tmp_path):
         amplitudes(tmp_path, text)
     with pytest.raises(StructureError, match=r"x\.cif: can't be read as reflections: "):
         amplitudes(tmp_path, "no CIF at all")
+    with pytest.raises(StructureError, match=r"its reflections have no _refln\.index_k"):
+        amplitudes(tmp_path, MACRO.replace("index_k", "index_other"))
+    with pytest.raises(StructureError, match=r"x\.cif: can't be read as reflections: .*\?"):
+        amplitudes(tmp_path, MACRO.replace(" 1 0  0 ", " ? 0  0 "))
     with pytest.raises(StructureError, match="No such file"):
         read_amplitudes(tmp_path / "absent.cif")
 

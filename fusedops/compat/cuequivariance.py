@@ -30,6 +30,8 @@ from fusedops._frame.check import (
     at_least_one,
     device_of,
     dtype_name,
+    is_tensor,
+    no_derivative,
     of_shape,
     one_of,
     refuse,
@@ -288,7 +290,7 @@ def triangle_attention(
     v: torch.Tensor,
     bias: torch.Tensor,
     mask: torch.Tensor | None = None,
-    scale: float | None = None,
+    scale: float | torch.Tensor | None = None,
     return_aux: bool = False,
     *,
     kv_lengths: torch.Tensor | None = None,
@@ -299,7 +301,7 @@ def triangle_attention(
               l_{nqk} = \begin{cases} s \, q_{nq} \cdot k_{nk} + b_{qk} & m_{nk} \ne 0 \\
               -10^9 & \text{otherwise} \end{cases}
 
-    for every head; a row without any key has the mean of its values.
+    for every head; a row of missing keys has the mean of its values, and for K = 0 out is zero.
 
     Parameters
     ----------
@@ -311,8 +313,8 @@ def triangle_attention(
         b, rounded to the dtype of q; also one for each row, (B, N, H, Q, K).
     mask : tensor (B, N, 1, 1, K) or (N, 1, 1, K), bool or any number, optional
         m; has no gradient.
-    scale : float, optional
-        s; :math:`1 / \sqrt D` by default.
+    scale : float or tensor (), optional
+        s; :math:`1 / \sqrt D` by default; has no gradient.
     return_aux : bool
         Whether to return two results besides, which have no gradient.
     kv_lengths : tensor (B, N, 1, 1, 1), int32 or int64, optional
@@ -368,9 +370,19 @@ def triangle_attention(
     if mask is not None:
         _need_mask(op, mask, "q", q)
         mask = expanded(op, mask.detach() != 0, (batch, rows, 1, 1, keys))
-    out = q.clone() if q.numel() == 0 else _attended(q, k, v, bias, mask, scale)
+    if is_tensor(scale):
+        of_shape(op, "scale", scale, ())
+        no_derivative(op, "scale", scale)
+        scale = float(scale)
+    if keys and q.numel():
+        out = _attended(q, k, v, bias, mask, scale)
+    else:  # zeros, with a graph
+        out = ((q @ k.mT + bias) @ v).to(q.dtype)
     if not return_aux:
         return out
+    if not keys:
+        was = f"has shape {tuple(k.shape)}"
+        refuse(ValueError, op, "k", was, "have keys, whose maximum return_aux asks for")
     given = [q, k, bias] if mask is None else [q, k, bias, mask]
     statistics = functools.partial(_statistics, scale=scale)
     own, asked = None if shared else 1, autocasts(q)
