@@ -89,6 +89,12 @@ def why_not(program: str) -> str | None:
     return None
 
 
+def release_of(program: str) -> tuple[int, ...]:
+    """Return the first two numbers of an installed program's version; none without it."""
+    version = version_of(program)
+    return release(version)[:2] if version else ()
+
+
 def of(program: str, name: str) -> Swap:
     """Return the only swap of a program by this name, active or not."""
     return _all.setdefault((program, name), Swap(program, None, name))

@@ -26,8 +26,7 @@ from fusedops._frame.bridge.modes import has_tangent, watched
 from fusedops._frame.bridge.tensors import unwrapped
 from fusedops._frame.check import traced
 from fusedops._frame.torch_private import private
-from fusedops._host.packages import release, version_of
-from fusedops._swaps import Swap, start, stop
+from fusedops._swaps import Swap, release_of, start, stop
 from fusedops.compat._refinement import (
     METHODS,
     asked_for_torch,
@@ -316,7 +315,7 @@ def register() -> None:
             theirs = next((getattr(m, name) for m in found if hasattr(m, name)), None)
             if theirs and "radius_angstrom" not in inspect.signature(theirs).parameters:
                 places[name] = theirs, found
-        for name in METHODS if release(version_of("torchref") or "0")[:2] == (0, 7) else ():
+        for name in METHODS if release_of("torchref") == (0, 7) else ():
             owner = _class_of(name)
             if owner is not None:
                 places[name] = getattr(owner, name.rpartition(".")[2]), [owner]
