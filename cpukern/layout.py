@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,13 @@ def laid_out(array: Any, contiguous: int) -> Any:
             return array.copy(order="C")
         step *= array.shape[axis]
     return array
+
+
+def clear(outputs: Iterable[Any]) -> None:
+    """Fill the outputs that are wanted with zeros, the sums of nothing."""
+    for array in outputs:
+        if array is not None:
+            array[...] = 0
 
 
 def as_rows(array: Any, row: tuple[int, ...], dtype: Any) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cpukern import isa
-from cpukern.layout import laid_out
+from cpukern.layout import clear, laid_out
 from fusedops._frame.registry import register
 from fusedops._host.threads import threads_for
 from fusedops.conv.plan import CHUNK
@@ -72,9 +72,7 @@ def dynamic_conv_vjp(a: Any, y: Any) -> None:
     dkernels, dbias = y.dkernels, y.dbias
     if not (count and a.kernels.size):
         # Sums over no tokens.
-        for dx in (dkernels, dbias):
-            if dx is not None:
-                dx[...] = 0
+        clear((dkernels, dbias))
         return
     sums = dbias is not None or (static and dkernels is not None)
     group = -(-count // _PARTS) if sums else 1

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cpukern import isa
-from cpukern.layout import laid_out
+from cpukern.layout import clear, laid_out
 from fusedops._frame.registry import register
 from fusedops._host.threads import threads_for
 from fusedops.conv.plan import num_sequences
@@ -48,9 +48,7 @@ def gated_delta_rule_vjp(a: Any, y: Any) -> None:
     sequences, values = num_sequences(a), a.v.shape[3]
     if not (sequences and values):
         # Sums over no values.
-        for dx in y:
-            if dx is not None:
-                dx[...] = 0
+        clear(y)
         return
     gates = (None if dx is None else dx[..., None] for dx in (y.dg, y.dbeta))
     _delta.backward(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cpukern.jit import inlined, jit
-from cpukern.layout import as_rows
+from cpukern.layout import as_rows, clear
 from fusedops._frame.registry import register
 from fusedops._host.threads import in_parallel
 
@@ -271,9 +271,7 @@ def gated_delta_rule(a: Any, y: Any) -> None:
 
 @register("gated_delta_rule_vjp", "numba")
 def gated_delta_rule_vjp(a: Any, y: Any) -> None:
-    for dx in y[:5]:
-        if dx is not None:
-            dx[...] = 0
+    clear(y[:5])
     starts, dtype = _starts(a), a.q.dtype
     dout = as_rows(a.dout, a.v.shape[2:], dtype)
     given = _states(a.initial_state, a), dout, _states(a.dfinal_state, a)
