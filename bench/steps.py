@@ -360,14 +360,17 @@ def _generated(count: int) -> Crystal:
 
 
 def _shaken(
-    atoms: maps.ScatteringAtoms, grid: maps.MapGrid, groups: list[tuple[np.ndarray, np.ndarray]]
+    atoms: maps.ScatteringAtoms,
+    grid: maps.MapGrid,
+    groups: list[tuple[np.ndarray, np.ndarray]],
+    resolution: float = RESOLUTION,
 ) -> Crystal:
     """Return a crystal whose model is moved away from the data."""
     import gemmi
 
     rng, count = np.random.default_rng(0), len(atoms.xyz)
-    hkl = gemmi.make_miller_array(grid.cell, grid.spacegroup, RESOLUTION)
-    blur = atoms.needed_blur(RESOLUTION / 3)
+    hkl = gemmi.make_miller_array(grid.cell, grid.spacegroup, resolution)
+    blur = atoms.needed_blur(resolution / 3)
     blurred = atoms.blurred(blur)
     arrays = blurred.xyz, blurred.b, blurred.occupancy, blurred.amplitudes, blurred.widths
     rho = fusedops.gaussian_density(*arrays, grid.matrix, grid.shape)

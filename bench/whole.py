@@ -82,9 +82,9 @@ def simulated(name: str, resolution: float = steps.RESOLUTION, cycles: int = 5) 
 
     structure = samples.ubiquitin() if name == "1ubi" else read_structure(steps._path(name))
     atoms = maps.scattering_atoms(structure)
-    with mock.patch.object(steps, "RESOLUTION", resolution):
-        problem = steps._shaken(atoms, maps.crystal_grid(structure, resolution / 3), [])
-    atoms, grid = atoms.blurred(problem.blur), problem.grid
+    grid = maps.crystal_grid(structure, resolution / 3)
+    problem = steps._shaken(atoms, grid, [], resolution)
+    atoms = atoms.blurred(problem.blur)
     arrays = atoms.xyz, atoms.b, atoms.occupancy, atoms.amplitudes, atoms.widths
     rho = fusedops.gaussian_density(*arrays, grid.matrix, grid.shape)
     symmetry = {"blur": problem.blur, "operations": grid.spacegroup.operations()}
