@@ -41,7 +41,6 @@ _TOGETHER, _MOST_PARTS, _PART = 4, 4, 2
 # The longest vectors of heads for whose tiles every GPU has shared memory.
 _LONGEST = 256
 
-
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -93,26 +92,19 @@ def _dot(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _first_missing(mask, m_key, K):
-    """Return the first key that a row lacks; K if it lacks none."""
-    first, look = 0 * K + K, 0 * K
-    while look < K:
-        key = tl.minimum(look + tl.arange(0, _LOOK), K - 1)
-        there = tl.load(mask + m_key.to(tl.int64) * key)
-        first = tl.minimum(first, tl.min(tl.where(there, K, key)))
-        look += _LOOK
-    return first
-
-
-@triton.jit
 def _missing(mask, m_key, K):
-    """Return the logit of a row's missing keys: zero in a row without a key."""
-    there, look = tl.zeros([_LOOK], tl.int32), 0 * K
+    """Return the first key that a row lacks, K if it lacks none, and the logit of missing keys.
+
+    The logit is zero in a row without a key.
+    """
+    first, there, look = 0 * K + K, tl.zeros([_LOOK], tl.int32), 0 * K
     while look < K:
         key = tl.minimum(look + tl.arange(0, _LOOK), K - 1)
-        there |= tl.load(mask + m_key.to(tl.int64) * key).to(tl.int32)
+        present = tl.load(mask + m_key.to(tl.int64) * key)
+        first = tl.minimum(first, tl.min(tl.where(present, K, key)))
+        there |= present.to(tl.int32)
         look += _LOOK
-    return tl.where(tl.max(there) == 0, 0.0, _MISSING)
+    return first, tl.where(tl.max(there) == 0, 0.0, _MISSING)
 
 
 @triton.jit
@@ -168,7 +160,7 @@ def forward(
     first, missing = 0 * K + K, 0.0
     if mask is not None:
         mask += batch * m_batch + n * m_row
-        first, missing = _first_missing(mask, m_key, K), _missing(mask, m_key, K)
+        first, missing = _missing(mask, m_key, K)
     qs = _load(q, query, q_query, D, HEAD, UNIT).to(TYPE)
     least = tl.full([QUERIES], float("-inf"), tl.float32)
     state = least, tl.zeros([QUERIES], tl.float32), tl.zeros([QUERIES, HEAD], tl.float32)
@@ -217,13 +209,14 @@ def _slope(
     vt = _load(v, key, v_key, D, HEAD, UNIT).to(TYPE)
     slope = _dot(dout, tl.trans(vt), PRECISION) - delta[:, None]
     if MASKED:
-        s = tl.where(tl.load(mask + m_key.to(tl.int64) * key)[None, :], s, missing)
+        present = tl.load(mask + m_key.to(tl.int64) * key)
+        s = tl.where(present[None, :], s, missing)
     if TAIL:
         s = tl.where(there[None, :], s, float("-inf"))
     p = tl.exp2((s - lse[:, None]) * _LOG2E)
     ds = p * slope
     if MASKED:
-        there &= tl.load(mask + m_key.to(tl.int64) * key)
+        there &= present
     if MASKED or TAIL:
         ds = tl.where(there[None, :], ds, 0.0)
     return total + tl.sum(p, 1), dq + _dot(ds.to(TYPE), kt, PRECISION)
@@ -258,7 +251,7 @@ def queries(
     first, missing = 0 * K + K, 0.0
     if mask is not None:
         mask += batch * m_batch + n * m_row
-        first, missing = _first_missing(mask, m_key, K), _missing(mask, m_key, K)
+        first, missing = _missing(mask, m_key, K)
     do = _load(dout, query, o_query, D, HEAD, UNIT)
     d = tl.arange(0, HEAD)
     y = out + ((row * Q + query)[:, None] * H + head) * D + d[None, :]
@@ -388,7 +381,8 @@ def keys(
         )  # fmt: skip
     else:
         mask += batch * m_batch + n * m_row
-        there, missing = tl.load(mask + m_key.to(tl.int64) * key), _missing(mask, m_key, K)
+        there = tl.load(mask + m_key.to(tl.int64) * key)
+        _, missing = _missing(mask, m_key, K)
         # Most blocks lack no key.
         if tl.min(there.to(tl.int32)) == 0:
             sums, values = _gather_all(
