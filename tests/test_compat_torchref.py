@@ -25,6 +25,7 @@ torch = pytest.importorskip("torch")
 import fusedops  # noqa: E402
 import fusedops.compat.torchref as compat  # noqa: E402
 from densities import Problem, direct  # noqa: E402
+from fusedops.compat import _replays  # noqa: E402
 from fusedops.density import atom_radius  # noqa: E402
 from fusedops.samples import atoms_in, cubes  # noqa: E402
 
@@ -376,6 +377,187 @@ def test_a_lattice_is_read_once_a_matrix():
     assert compat._lattice(matrix, SHAPE) is not lattice
 
 
+class Losses:
+    """As much of TorchRef's LossState as an optimizer's run takes."""
+
+    def __init__(self, **targets):
+        self.targets, self.weights, self._losses = targets, dict.fromkeys(targets, 1.0), {}
+
+    def get_effective_weight(self, name):
+        return self.weights[name]
+
+    def run(self, optimizer, log=False, nsteps=1, *, context="loss_state.step"):
+        def closure():
+            optimizer.zero_grad()
+            loss = self.aggregate()
+            loss.backward()
+            return loss
+
+        for _ in range(nsteps):
+            optimizer.step(closure)
+
+    def aggregate(self, log_values=False):
+        weighted = {name: target for name, target in self.targets.items() if self.weights[name]}
+        self._losses = {name: target() for name, target in weighted.items()}
+        return sum(self.weights[name] * loss for name, loss in self._losses.items())
+
+
+@pytest.fixture
+def losses(program, monkeypatch):
+    """`Losses` whose evaluations a graph serves, and the number that it served."""
+    monkeypatch.setattr(_replays._Evaluations, "refused", False)
+    program("torchref.config", get_float_dtype=lambda: torch.float32)
+    count = []
+
+    class Served(Losses):
+        def aggregate(self, log_values=False):
+            found = _replays.aggregate(self, log_values)
+            if found is NotImplemented:
+                return super().aggregate(log_values)
+            count.append(1)
+            return found
+
+        def run(self, *args, **kwargs):
+            found = _replays.run(self, *args, **kwargs)
+            return super().run(*args, **kwargs) if found is NotImplemented else found
+
+    Served.run.theirs = Losses.run
+    program("torchref.refinement.loss_state", LossState=Served)
+    return Served, count
+
+
+def rosenbrock(device):
+    """Two parameters, one of two numbers and one of none, and a bowed valley."""
+    x = torch.nn.Parameter(torch.tensor([-1.2, 1.0], device=device))
+    y = torch.nn.Parameter(torch.zeros(3, device=device))
+    valley = lambda: 100 * (x[1] - x[0] ** 2) ** 2 + (1 - x[0]) ** 2  # noqa: E731
+    return x, y, {"valley": valley, "bowl": lambda: ((y - 2) ** 2).sum()}
+
+
+class Steps:
+    """An optimizer of parameters whose step is a function of the closure."""
+
+    def __init__(self, parameters, step):
+        self.param_groups, self.step = [{"params": parameters}], step
+
+
+def optimized(state, *parameters, nsteps=3):
+    optimizer = torch.optim.LBFGS(parameters, line_search_fn="strong_wolfe")
+    state.run(optimizer, nsteps=nsteps)
+    return [p.detach().cpu() for p in parameters]
+
+
+def test_losses_on_a_cpu_are_torchrefs(losses):
+    make, count = losses
+    x, y, targets = rosenbrock("cpu")
+    expected = optimized(Losses(**targets), x, y)
+    x, y, targets = rosenbrock("cpu")
+    torch.testing.assert_close(optimized(make(**targets), x, y), expected, rtol=0, atol=0)
+    assert not count
+
+
+@pytest.mark.gpu
+def test_an_optimizer_reaches_the_same_by_graphs(losses):
+    make, count = losses
+    x, y, targets = rosenbrock("cuda")
+    expected = optimized(Losses(**targets), x, y)
+    x, y, targets = rosenbrock("cuda")
+    state = make(**targets)
+    assert_close(torch.cat(optimized(state, x, y)), torch.cat(expected), 1e-3)
+    assert_close(torch.cat(expected), torch.tensor([1.0, 1, 2, 2, 2]), 1e-3)
+    assert len(count) > 10
+    assert not _replays._running
+    # Out of a run, a loss is the program's own.
+    served = len(count)
+    assert state.aggregate().grad_fn.name() == "AddBackward0"
+    assert len(count) == served
+    assert not any(p.requires_grad and p.grad.isnan().any() for p in (x, y))
+
+
+@pytest.mark.gpu
+def test_a_graph_follows_weights_targets_and_flags(losses):
+    """Every loss and gradient of a run beside the formula, whatever changes between."""
+    make, count = losses
+    x, y, targets = rosenbrock("cuda")
+    state = make(**targets)
+    rng = torch.Generator("cuda").manual_seed(0)
+
+    def step():
+        with torch.no_grad():
+            for p in (x, y):
+                p.copy_(torch.randn(p.shape, generator=rng, device="cuda"))
+        loss = state.aggregate()
+        leaves = [p for p in (x, y) if p.requires_grad]
+        found = torch.autograd.grad(2 * loss, leaves, allow_unused=True)
+        kept = {name: value.item() for name, value in state._losses.items()}
+        expected = Losses.aggregate(state)
+        assert kept == pytest.approx({k: v.item() for k, v in state._losses.items()}, rel=1e-5)
+        torch.testing.assert_close(loss.detach(), expected.detach())
+        grads = torch.autograd.grad(2 * expected, leaves, allow_unused=True)
+        for dx, true in zip(found, grads, strict=True):
+            torch.testing.assert_close(dx, true)
+
+    def follow(closure):
+        served = []
+        for change in (
+            lambda: None,
+            lambda: state.weights.update(bowl=0.5),
+            lambda: state.weights.update(valley=0.0),
+            lambda: state.weights.update(valley=1.0),
+            lambda: state.targets.update(bowl=lambda: (y**4).sum()),
+            lambda: y.requires_grad_(False),
+            lambda: y.requires_grad_(True),
+            lambda: torch.no_grad()(state.aggregate)(),
+            lambda: state.aggregate(log_values=True),
+        ):
+            change()
+            before = len(count)
+            for _ in range(4):
+                step()
+            served.append(len(count) - before)
+        assert served == [3] * 9
+
+    state.run(Steps([x, y], follow))
+
+
+@pytest.mark.gpu
+def test_a_loss_before_the_last_has_no_gradient(losses):
+    make, count = losses
+    x, y, targets = rosenbrock("cuda")
+    state = make(**targets)
+
+    def evaluate(closure):
+        found = []
+        for _ in range(4):
+            with torch.no_grad():
+                x.add_(0.1), y.add_(0.1)
+            found.append(state.aggregate())
+        with pytest.raises(RuntimeError, match="backward of a loss before the last"):
+            found[-2].backward()
+        with pytest.raises(RuntimeError, match="no second derivatives"):
+            torch.autograd.grad(found[-1], x, create_graph=True)
+
+    state.run(Steps([x, y], evaluate))
+    assert len(count) == 3
+
+
+@pytest.mark.gpu
+def test_a_loss_that_no_graph_holds_is_the_programs_own(losses):
+    """A number that the host reads can't be captured: one warning, and right results."""
+    make, count = losses
+    x, y, targets = rosenbrock("cuda")
+    expected = optimized(Losses(**targets), x, y)
+    x, y, targets = rosenbrock("cuda")
+    bowl = targets["bowl"]
+    targets["bowl"] = lambda: bowl() * (1.0 if y[0].item() < 10 else 2.0)
+    with pytest.warns(RuntimeWarning, match="without a CUDA graph"):
+        found = optimized(make(**targets), x, y)
+    assert_close(torch.cat(found), torch.cat(expected), 1e-3)
+    assert not count
+    (z,) = optimized(make(square=lambda: (x**2).sum()), x)
+    assert_close(z, torch.zeros(2), 1e-3)
+
+
 @needs_torchref
 class TestTorchRef:
     """The installed TorchRef, with its own kernels and ours."""
@@ -604,6 +786,36 @@ class TestTorchRef:
         (ours,) = chain.steps()[whole.FORWARD]()
         np.testing.assert_allclose(ours, theirs, atol=1e-3)
         assert calls() == {}
+
+    @pytest.mark.gpu
+    def test_a_whole_refinement_by_graphs(self, torchref, monkeypatch):
+        """Its command reaches the same R on a GPU, where every gradient is that of its closure."""
+        importlib.import_module("benches")
+        whole = importlib.import_module("bench.whole")
+        state = importlib.import_module("torchref.refinement.loss_state").LossState
+        problem = whole.simulated("1ubi", 3.0, 1)
+        (theirs,) = whole._run(problem, "cuda")
+        served, errors = _replays._Evaluations.loss, []
+
+        def loss(self):
+            found = served(self)
+            if found is not NotImplemented:
+                leaves = [p for p in self.parameters if p.requires_grad]
+                dx = torch.autograd.grad(found, leaves, allow_unused=True)
+                own = state.aggregate.theirs(self.state)
+                for one, other in zip(
+                    dx, torch.autograd.grad(own, leaves, allow_unused=True), strict=True
+                ):
+                    errors.append(float((one - other).norm() / other.norm()))
+                found = served(self)
+            return found
+
+        monkeypatch.setattr(_replays._Evaluations, "loss", loss)
+        compat.register()
+        (ours,) = whole._run(problem, "cuda")
+        assert calls()["LossState.aggregate"] > 20
+        assert max(errors) < 5e-3
+        np.testing.assert_allclose(ours, theirs, atol=2e-3)
 
     def test_structure_factors_of_its_engine(self, torchref):
         """The engine finds our density by itself, and its choice of plain torch stays."""

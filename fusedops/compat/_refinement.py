@@ -22,6 +22,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedops import crystal
+from fusedops.compat import _replays
 from fusedops.geometry import Restraints, geometry_nll
 from fusedops.planarity import Planes, planarity_nll
 
@@ -110,6 +111,39 @@ def map_to_structure_factors(
     if kept[key] is None:
         return NotImplemented
     return crystal.structure_factors(density_map, kept[key])
+
+
+def splat(
+    engine: Any,
+    xyz_iso: Any,
+    adp_iso: Any,
+    occ_iso: Any,
+    A_iso: Any,
+    B_iso: Any,
+    xyz_aniso: Any = None,
+    u_aniso: Any = None,
+    occ_aniso: Any = None,
+    A_aniso: Any = None,
+    B_aniso: Any = None,
+) -> Any:
+    """Return the density of atoms on the grid, whose shape is read from its device once."""
+    shape = _of_module.setdefault(engine, _Kept()).get(
+        (engine.gridsize,), lambda: engine.grid_shape
+    )
+    isotropic = xyz_iso, adp_iso, occ_iso, A_iso, B_iso
+    anisotropic = xyz_aniso, u_aniso, occ_aniso, A_aniso, B_aniso
+    matrices = engine.inv_fractional_matrix, engine.fractional_matrix
+    density = sys.modules["torchref.base.electron_density.main"].build_electron_density
+    return density(
+        shape, engine.device, *isotropic, *matrices, *anisotropic, dtype=engine.dtype_float
+    )
+
+
+def mask(subset: Any) -> Any:
+    """Return the mask of some reflections, for which nothing is copied from the host."""
+    parent, indices = subset._parent, subset.indices
+    found = torch.zeros(len(parent.hkl), dtype=torch.bool, device=parent.device)
+    return found.index_fill_(0, indices, True)
 
 
 def _laid_out(
@@ -557,6 +591,10 @@ def read_mod_definitions() -> dict[str, Any]:
 _GEOMETRY = "torchref.refinement.targets.geometry"
 #: Methods by the module and class that have them, with the names of their arguments.
 METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "LossState.run": ("torchref.refinement.loss_state", _replays.run),
+    "LossState.aggregate": ("torchref.refinement.loss_state", _replays.aggregate),
+    "ReflectionSubset.mask": ("torchref.io.datasets.reflection_data", mask),
+    "SfFFT._splat": ("torchref.model.sf_fft", splat),
     "SfFFT.map_to_structure_factors": ("torchref.model.sf_fft", map_to_structure_factors),
     "BondTarget.forward": (f"{_GEOMETRY}.bonds", _term(0)),
     "AngleTarget.forward": (f"{_GEOMETRY}.angles", _term(1)),

@@ -300,7 +300,8 @@ def register() -> None:
     In TorchRef 0.7 the targets of bonds, angles, torsions, chiral volumes and contacts, the latter
     with riding hydrogens, are the values of one call of `fusedops.geometry_nll`, kept while the
     atoms stay. Targets with other parameters than TorchRef's defaults stay TorchRef's. Scales, the
-    solvent mask on the CPU, B restraints and statistics are served too.
+    solvent mask on the CPU, B restraints and statistics are served too. On a GPU an optimizer's run
+    evaluates its losses by a CUDA graph, which has no second derivatives.
 
     Examples
     --------
@@ -338,24 +339,34 @@ def _class_of(name: str) -> Any:
     theirs = getattr(found, method, None)
     if theirs is None:
         return None
-    taken = list(inspect.signature(getattr(theirs, "theirs", theirs)).parameters)[1:]
+    function = getattr(theirs, "theirs", theirs)
+    function = getattr(function, "fget", function)
+    taken = list(inspect.signature(function).parameters)[1:]
     return found if taken == list(inspect.signature(ours).parameters)[1:] else None
 
 
-def _method(swap: Swap, theirs: Any) -> Callable[..., Any]:
+class _Property(property):
+    """A property of ours in the place of TorchRef's."""
+
+    theirs: Any
+
+
+def _method(swap: Swap, theirs: Any) -> Any:
     """Return our method in the place of TorchRef's, which serves the calls that ours can't."""
     ours = METHODS[swap.name][1]
+    function = getattr(theirs, "fget", theirs)
 
-    @functools.wraps(theirs)
+    @functools.wraps(function)
     def serve(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = ours(self, *args, **kwargs)
         if found is NotImplemented:
-            return theirs(self, *args, **kwargs)
+            return function(self, *args, **kwargs)
         swap.count()
         return found
 
-    serve.theirs = theirs  # type: ignore[attr-defined]
-    return serve
+    served: Any = serve if function is theirs else _Property(serve)
+    served.theirs = theirs
+    return served
 
 
 def _has(module: str) -> bool:
