@@ -41,22 +41,23 @@ class Halves(NamedTuple):
     """A batch of matrices split for a product.
 
     `halves` (2, batch, slow, fast) have hi and lo in the layout of the matrix, of which `fast` is
-    the axis without gaps, 1 or 2. Every row along the axis of the product's sums has the scale's
-    reciprocal in `scales` (batch, n), or zero where halves lose digits; there the product reads
-    `matrix`, of a shape and steps in memory. Without a matrix, halves always serve. The batch has
-    so many `terms` in all: the last matrix may have fewer than its shape says. Among the matrices
-    in `halves`, those with hi begin at `first`, and those with lo are `low` matrices behind.
+    the axis without gaps, 1 or 2. Among the matrices there, those with hi begin at `first`, and
+    those with lo are `low` matrices behind. Every row along the axis of the product's sums has the
+    scale's reciprocal in `scales` (batch, n), or zero where halves lose digits; there the product
+    reads `matrix`, of a shape and steps in memory. The batch has so many `terms` in all: the last
+    matrix may have fewer than its shape says. Without a matrix, halves always serve; without
+    scales too, the left factor of a product has none.
     """
 
-    matrix: Any
     halves: Any
     scales: Any
     shape: tuple[int, int, int]
-    steps: tuple[int, int, int]
-    terms: int
     fast: int
+    low: int
     first: int = 0
-    low: int = 0
+    matrix: Any = None
+    steps: tuple[int, int, int] = (0, 0, 0)
+    terms: int = 0
 
     def described(self, rows: int, terms: int, along: int) -> TensorDescriptor:
         """Return a descriptor of tiles for a product with sums along an axis."""
@@ -192,6 +193,22 @@ def _split(
         tl.store(place + lo, low, mask=there)
 
 
+def _halve(x, halves, most, scales, size, lo, BLOCK: tl.constexpr):
+    """Write the halves of matrices by a scale for each, and the scales' reciprocals."""
+    size, lo = size // 8 * 8, lo.to(tl.int64) // 8 * 8
+    blocks = tl.cdiv(size, BLOCK)
+    batch = (tl.program_id(0) // blocks).to(tl.int64)
+    first = tl.program_id(0) % blocks
+    scale, reciprocal = row_scaling(tl.load(most + batch).to(tl.float32, bitcast=True))
+    if first == 0:
+        tl.store(scales + batch, reciprocal)
+    at = first * BLOCK + tl.arange(0, BLOCK)
+    place = batch * size + at
+    hi, low = halves_of(tl.load(x + place, mask=at < size, other=0.0) * scale)
+    tl.store(halves + place, hi, mask=at < size)
+    tl.store(halves + place + lo, low, mask=at < size)
+
+
 @triton.jit
 def _tile(halves, batch, n, k, R: tl.constexpr, BK: tl.constexpr, FAST: tl.constexpr):
     """Return halves of R rows, from the n-th on, and BK terms."""
@@ -203,18 +220,21 @@ def _tile(halves, batch, n, k, R: tl.constexpr, BK: tl.constexpr, FAST: tl.const
 
 @kernel_of_any_size
 def _multiply(
-    a_halves, b_halves, a, b, a_scales, b_scales, out, M, N, K, whole, a_first, a_lo, b_first, b_lo,
+    a_halves, b_halves, a, b, a_scales, b_scales, out, most,
+    M, N, K, whole, a_first, a_lo, b_first, b_lo,
     a_batch, a_row, a_column, b_batch, b_row, b_column, out_batch, out_row, out_column,
     a_scale_batch, a_scale_row, b_scale_batch, b_scale_row, factor,
     A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, ALIGNED: tl.constexpr,
     A_FAST: tl.constexpr, B_FAST: tl.constexpr, STEPS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    ADD: tl.constexpr, OTHERWISE: tl.constexpr,
+    ADD: tl.constexpr, PARTS: tl.constexpr, OTHERWISE: tl.constexpr,
 ):  # fmt: skip
     """Write, or add, the products of split matrices, times a factor.
 
     A_FAST and B_FAST tell whether the terms' axis is the one without gaps. Without `a` and `b`,
-    halves always serve; else OTHERWISE is the precision of products where they don't.
+    halves always serve; else OTHERWISE is the precision of products where they don't. If PARTS, the
+    batch has parts of one product, of K terms each. `most` gets the bits of each product's largest
+    magnitude, if they exceed what is there.
     """
     a_batch, a_row, a_column = strides(a_batch, a_row, a_column, A_UNIT, ALIGNED)
     b_batch, b_row, b_column = strides(b_batch, b_row, b_column, B_UNIT, ALIGNED)
@@ -233,7 +253,9 @@ def _multiply(
     n_first = within // size * BN
     m = (m_first + tl.arange(0, BM)).to(tl.int64)
     n = (n_first + tl.arange(0, BN)).to(tl.int64)
-    by_row = tl.load(a_scales + batch * a_scale_batch + m * a_scale_row, mask=m < M, other=1.0)
+    by_row = tl.full((BM,), 1.0, tl.float32)
+    if a_scales is not None:
+        by_row = tl.load(a_scales + batch * a_scale_batch + m * a_scale_row, mask=m < M, other=1.0)
     by_column = tl.load(b_scales + batch * b_scale_batch + n * b_scale_row, mask=n < N, other=1.0)
     total = tl.zeros((BM, BN), tl.float32)
     serves = True
@@ -241,12 +263,18 @@ def _multiply(
         serves = (tl.min(by_row, 0) > 0) & (tl.min(by_column, 0) > 0)
     if serves:
         small = factor * (1 / 2048)
+        begin = 0
+        if PARTS:
+            begin = member * K
+        else:
+            a_first += member
+            b_first += member
         for step in range(tl.cdiv(K, BK) if STEPS is None else STEPS):
-            k = step * BK
-            a_high = _tile(a_halves, a_first + member, m_first, k, BM, BK, A_FAST)
-            b_high = _tile(b_halves, b_first + member, n_first, k, BN, BK, B_FAST)
-            a_low = _tile(a_halves, a_first + a_lo + member, m_first, k, BM, BK, A_FAST)
-            b_low = _tile(b_halves, b_first + b_lo + member, n_first, k, BN, BK, B_FAST)
+            k = begin + step * BK
+            a_high = _tile(a_halves, a_first, m_first, k, BM, BK, A_FAST)
+            b_high = _tile(b_halves, b_first, n_first, k, BN, BK, B_FAST)
+            a_low = _tile(a_halves, a_first + a_lo, m_first, k, BM, BK, A_FAST)
+            b_low = _tile(b_halves, b_first + b_lo, n_first, k, BN, BK, B_FAST)
             # Tensor cores truncate sums: without the factors, the compiler would have them add up.
             low = tl.dot(a_high, b_low.T)
             low = tl.dot(a_low, b_high.T, low)
@@ -269,9 +297,13 @@ def _multiply(
     if ADD:
         total += tl.load(to, mask=inside, other=0.0)
     tl.store(to, total.to(out.dtype.element_ty), mask=inside)
+    if most is not None:
+        largest = tl.max(tl.max(tl.where(inside, _bits(total), 0), 1), 0)
+        tl.atomic_max(most + batch, largest, sem="relaxed")
 
 
 _launch_split = Launcher(_split, 8)
+_launch_halve = Launcher(kernel_of_any_size(_halve, ("x", "halves")), 4)
 
 
 @functools.cache
@@ -329,28 +361,61 @@ def split(matrix: Any, along: int, parts: int = 1, strict: bool = True) -> Halve
     if along == 1:
         shape, by = (batches, terms, rows), (step, term, row)
     fast_axis = along if terms_fast else 3 - along
-    return Halves(matrix, halves, scales, shape, by, whole, fast_axis, low=batches)
+    return Halves(halves, scales, shape, fast_axis, batches, 0, matrix, by, whole)
+
+
+def split_by_most(matrix: Any, most: Any) -> Halves:
+    """Split matrices of which the bits of each one's largest magnitude are known.
+
+    Columns lie without gaps, in places for a multiple of eight, where zeros follow the matrix's.
+    """
+    batches, rows, columns = matrix.shape
+    size, lo = matrix.stride(0), batches * matrix.stride(0)
+    halves = torch.empty((2, batches, rows, size // rows), dtype=torch.float16, device=most.device)
+    scales = torch.empty((batches, 1), dtype=torch.float32, device=most.device)
+    programs = batches * -(-size // 2048)
+    key = matrix.device, wide(size, lo)
+    _launch_halve(programs, key, matrix, halves, most, scales, size, lo, 2048)
+    scales = scales.expand(batches, columns)
+    return Halves(halves, scales, (batches, rows, columns), fast=2, low=batches)
 
 
 def multiply_halves(
-    left: Halves, right: Halves, out: Any, *, factor: float = 1.0, add: bool = False
+    left: Halves,
+    right: Halves,
+    out: Any,
+    *,
+    factor: float = 1.0,
+    add: bool = False,
+    parts: int = 1,
+    most: Any = None,
 ) -> None:
-    """Write the products of split matrices, times a factor, or add them to `out`."""
+    """Write the products of split matrices, times a factor, or add them to `out`.
+
+    The sums of a single product that needs no matrix may be written in parts, which become a batch.
+    The bits of each product's largest magnitude are written to `most`, if they exceed its own.
+    """
     (batches, M, K), N = left.shape, right.shape[2]
     a, b = left.matrix, right.matrix
     kept = a is not None and b is not None
     aligned = in_vectors(*((a, b, out) if kept else (out,)))
     BM, BN, BK, warps, stages = _TILE
+    if parts > 1:
+        batches, K = parts, -(-K // (parts * BK)) * BK
     numbers = M, N, K, left.terms, left.first, left.low, right.first, right.low
     numbers += *left.steps, *right.steps, *out.stride()
-    numbers += *left.scales.stride(), *right.scales.stride()
+    for scales in (left.scales, right.scales):
+        step, row = (0, 0) if scales is None else scales.stride()
+        numbers += 0 if parts > 1 else step, row
     units = (unit_of(a), unit_of(b)) if kept else (None, None)
     steps = None if out.is_cuda else -(-K // BK)
     constants = *units, unit_of(out), aligned, left.fast == 2, right.fast == 1, steps
-    constants += BM, BN, BK, 8, add, None if not kept else EMULATED if out.is_cuda else "ieee"
+    otherwise = None if not kept else EMULATED if out.is_cuda else "ieee"
+    constants += BM, BN, BK, 8, add, parts > 1, otherwise
     arrays = left.described(BM, BK, 2), right.described(BN, BK, 1), a, b
-    arrays += left.scales, right.scales, out
-    key = out.device, kept, out.dtype, wide(*numbers), *constants
+    arrays += left.scales, right.scales, out, most
+    kinds = tuple([array is None for array in arrays])
+    key = out.device, kinds, out.dtype, wide(*numbers), *constants
     programs = batches * -(-M // BM) * -(-N // BN)
     _launcher(aligned, warps, stages)(programs, key, *arrays, *numbers, factor, *constants)
 

@@ -20,7 +20,7 @@ tl = pytest.importorskip("triton.language")
 
 from gpukern import products  # noqa: E402
 from gpukern.precision import EMULATED, of_float32  # noqa: E402
-from gpukern.products import LEAST, multiply_halves, split  # noqa: E402
+from gpukern.products import LEAST, multiply_halves, split, split_by_most  # noqa: E402
 from gpukern.trimul.plan import Types  # noqa: E402
 from gpukern.trimul.products import products as multiply_emulated  # noqa: E402
 
@@ -154,6 +154,35 @@ def test_parts_of_a_sum_are_a_batch(layout, kind, device):
     assert errors(sums.sum(0), a[0].T, b[0])[1] < 2e-7
 
 
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_a_product_without_matrices_is_a_sum_of_parts(layout, device):
+    """The last parts may be shorter, or have no terms."""
+    torch.manual_seed(6)
+    a, b = torch.randn(1, 200, 40, device=device), torch.randn(1, 200, 24, device=device)
+    left = split(LAYOUTS[layout](a), 1)._replace(matrix=None)
+    right = split(b, 1)._replace(matrix=None)
+    for parts in (1, 3, 5):
+        sums = torch.full((parts, 40, 24), torch.nan, device=device)
+        multiply_halves(left.mT, right, sums, parts=parts)
+        assert errors(sums.sum(0), a[0].T, b[0])[1] < 2e-7
+
+
+def test_one_scale_serves_a_product_whose_largest_number_is_known(device):
+    """Places behind a matrix's columns have zeros."""
+    torch.manual_seed(7)
+    a, b, c = (torch.randn(2, n, 37, device=device) for n in (33, 35, 29))
+    a[1] *= 1e-20
+    room, most = a.new_zeros(2, 33, 40), torch.zeros(2, dtype=torch.int32, device=device)
+    found = room[..., :35]
+    multiply_halves(split(a, 2), split(b.mT, 1), found, most=most)
+    assert torch.equal(most.view(torch.float32), found.abs().amax((1, 2)))
+    out = a.new_full((2, 33, 29), torch.nan)
+    weights = c[..., :35].mT
+    multiply_halves(split_by_most(found, most), split(weights, 1), out)
+    for product, x, w in zip(out, found, weights, strict=True):
+        assert errors(product, x, w)[0] < 2e-7
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("K", [1, 128, 4096])
 @pytest.mark.parametrize(
@@ -179,9 +208,12 @@ def test_six_products_of_bfloat16_have_the_digits_of_float32(kind, scale, K):
 
 @pytest.fixture
 def everywhere(monkeypatch):
-    """Have products of all sizes be made of halves."""
+    """Have products of all sizes be made of halves, and sums over rows be made in parts."""
     from gpukern.trimul import forward, plan
+    from gpukern.trimul import products as of_triangles
 
+    for name in ("_TERMS", "_SHORT"):
+        monkeypatch.setattr(of_triangles, name, 16)
     for name in ("_WORK", "_WORK_OF_ONE", "LEAST"):
         monkeypatch.setattr(products, name, 0)
     for module in (products, plan):

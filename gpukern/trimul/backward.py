@@ -10,8 +10,9 @@ import torch
 
 from fusedops.trimul.op import Weights, slices
 from gpukern.launch import power, processors
+from gpukern.products import Halves, multiply_halves, split, split_by_most
 from gpukern.trimul import kernels
-from gpukern.trimul.forward import normalized, project, triangles
+from gpukern.trimul.forward import bound_rows, normalized, normalized_halves, project, triangles
 from gpukern.trimul.plan import (
     ALL,
     MANY,
@@ -30,13 +31,19 @@ from gpukern.trimul.products import (
     Halved,
     multiply,
     multiply_back,
+    multiply_halves_back,
     over_rows,
     parts_over_rows,
+    sum_of_halves,
     through,
 )
 
 # From this N on, a backward pass handles one member of the batch at a time.
 _ALONE = 128
+# The most edges and channels of a program of `sides_back`.
+_SIDES_TILE = 64
+# The most parts of a norm's cotangents that a kernel of ours adds up.
+_PARTS = 1 << 10
 
 
 class Parts(NamedTuple):
@@ -67,6 +74,8 @@ def triangle_multiplicative_update_vjp(a: Any, y: Any) -> None:
     back = _back_in_parts
     if update.whole:
         back = _back_on_hopper if on_hopper else _back_at_once
+        if update.halved_sides and not update.limit and (update.B == 1 or update.N >= _ALONE):
+            back = _back_by_halves
     if dmask is not None:
         dmask.zero_()
     sums: list[Any] = []
@@ -163,6 +172,94 @@ def _back_at_once(
     # Free memory for the normalized x and its cotangent.
     del do, dsides
     return *front_back(update, x, both, dgate, scaling, dx), *ends
+
+
+class _Halved(NamedTuple):
+    """The planes of a backward by halves, and numbers that go with them.
+
+    `planes` (2, 4 H + G, N, pitch) have left, right and logits by `scales`, whose reciprocals are
+    `backs`, and then the cotangents of these and of the last gate's logits by scales whose
+    `reciprocals` are written. `most` has the bits of the largest magnitudes by channel, of the
+    cotangents of o, of left and of right.
+    """
+
+    planes: Any
+    scales: Any
+    backs: Any
+    reciprocals: Any
+    most: Any
+
+    @staticmethod
+    def of(update: Update) -> _Halved:
+        N, H, rows = update.N, update.H, 4 * update.H + update.G
+        return _Halved(
+            update.new(2, rows, N, update.pitch, dtype=torch.float16),
+            update.new(4 * H),
+            update.new(4 * H),
+            update.new(rows),
+            update.new(3, H, dtype=torch.int32).zero_(),
+        )
+
+    def sides(self) -> tuple[Any, Any]:
+        """Return the planes of left and right, and the planes of their logits."""
+        H = len(self.scales) // 4
+        sides, logits = (self.planes[:, i : i + 2 * H].unflatten(1, (2, H)) for i in (0, 2 * H))
+        return sides, logits
+
+    def rows(self) -> Halves:
+        """Return cotangents as a matrix with a row for each plane."""
+        planes = self.planes.flatten(2)[:, None]
+        return Halves(planes, self.reciprocals[None], (1, *planes.shape[2:]), fast=2, low=1)
+
+
+def _back_by_halves(
+    update: Update, b: slice, hidden: Any, dout: Any, scaling: None, dx: Any, dmask: Any
+) -> tuple[Any, ...]:
+    """Do the same for one member by products of halves, which kernels write.
+
+    Only the cotangent of o is split after it is written, as its scales are known no earlier.
+    """
+    N, C, H, pitch, w = update.N, update.C, update.H, update.pitch, update.weights
+    x, mask = update.edges(b, ALL)
+    halved = _Halved.of(update)
+    mask_most = None if mask is None else mask.abs().amax().float()
+    # The mask's cotangent is a product with unmasked sides.
+    most = mask_most if mask is None or dmask is None else mask_most.clamp(min=1)
+    norm = w.norm_in_weight, w.norm_in_bias
+    for weight, bias, by, h in (
+        (w.p_in_weight, w.p_in_bias, most, slice(0, 2 * H)),
+        (w.g_in_weight, w.g_in_bias, None, slice(2 * H, 4 * H)),
+    ):
+        bound_rows(update, weight, bias, *norm, by, halved.scales[h], halved.backs[h])
+    gate = update.gate(1, ALL)
+    sides, logits = halved.sides()
+    project(update, x, mask, sides=sides, side_scales=halved.scales, logits=logits, gate=gate)
+    o, do = _hidden_of(update, b, hidden), update.new(H, N, pitch)
+    given = o, gate, dout, do, halved, dx
+    rows, inputs, end_biases, dnorm_out = _finish_back_by_halves(update, *given)
+    del o, gate, given
+    dend = sum_of_halves(update, rows.mT, inputs)
+    dend[0, :, H] = end_biases[update.G :]
+    del rows, inputs
+    split_do = split_by_most(do[..., :N], halved.most[0])
+    del do
+    dsides = update.new(2, H, N, pitch)
+    sides = halved.planes, halved.backs[: 2 * H]
+    multiply_halves_back(update, *sides, split_do, dsides, halved.most[1:])
+    del split_do
+    by_bias = _sides_back_by_halves(update, x, mask, mask_most, halved, dsides, dmask)
+    del dsides
+    cotangents = halved.rows()
+    dxn = update.new(1, N, pitch, C)
+    weight = torch.cat([w.p_in_weight, w.g_in_weight, w.g_out_weight]).float()
+    weight *= halved.reciprocals[:, None]
+    by_weight = split(weight[None], 1, strict=False)
+    multiply_halves(cotangents.mT._replace(scales=None), by_weight, dxn.flatten(1, 2))
+    dall = sum_of_halves(update, cotangents, normalized_halves(update, x))
+    torch.sum(by_bias, 0, out=dall[0, : 4 * H, C])
+    dall[0, 4 * H :, C] = end_biases[: update.G]
+    dnorm = norm_back(update, x, dxn, None, dx)
+    return dall[:, : 4 * H], dall[:, 4 * H :], dnorm, dend, dnorm_out
 
 
 def _back_in_parts(
@@ -318,20 +415,79 @@ def finish_back(
     `scratch`, an array like x, may be overwritten.
     """
     B, L, N, C = dout.shape
-    H, width = update.H, up(update.H + 1)
+    width = up(update.H + 1)
     kept = update.new(B, L * N, width)
     as_given = not update.output and scaling is None and dout.dtype == update.dtype
     fits = scratch is not None and scratch.dtype == update.dtype and is_aligned(scratch)
     dp = dout if as_given else scratch if fits else update.new(B, L, N, C)
     dp = dp.view(B, L * N, C)
-    BH = power(H, 16)
-    rows = (2048 if update.small else 4096) // BH
-    BM = min(max(16, rows) if update.rounded else 16, power(N, 16))
-    most = 64 if update.rounded else 32 if update.emulated else 16
-    BN = max(16, min(most, (1 << 13) // BH, power(C, 16)))
-    warps = 4
-    if update.halved:
-        BM, BN, warps = min(64, power(N, 16)), min(BN, 32), 8
+    to = do, dgate, None if as_given else dp, kept
+    sums = _launch_finish_back(update, o, gate, dout, scaling, *to, width)
+    return over_rows(update, dp.mT, kept), sums
+
+
+def _finish_back_by_halves(
+    update: Update, o: Any, gate: Any, dout: Any, do: Any, to: _Halved, scratch: Any
+) -> tuple[Halves, Halves, Any, Any]:
+    """Write the cotangent of o, and halves of the gate's logits' cotangents.
+
+    Return halves of rows of the last projection's cotangent and of its input, the cotangents of the
+    gate's and the projection's biases, and sums for the norm's weight and bias. `scratch`, an array
+    like x, may be the memory of the projection's cotangent.
+    """
+    (_, L, N, C), H, w = dout.shape, update.H, update.weights
+    most = torch.linalg.vector_norm(dout, torch.inf, dtype=torch.float32)
+    bound = w.p_out_weight, w.p_out_bias, w.norm_out_weight, w.norm_out_bias, most
+    if not update.output:
+        # The cotangent of the last projection's input meets this input.
+        bound = w.p_out_weight.T.contiguous(), None, None, None, most * _most_normalized(update)
+    scales, reciprocals = update.new(update.G), update.new(2, 1)
+    bound_rows(update, *bound, scales, to.reciprocals[4 * H :])
+    shapes = [(2, 1, L * N, up(width)) for width in (C, H)]
+    fits = scratch is not None and scratch.dtype == torch.float32 and is_aligned(scratch)
+    if fits and C % 8 == 0:
+        dp = scratch.view(torch.float16).view(shapes[0])
+    else:
+        dp = update.new(*shapes[0], dtype=torch.float16)
+    kept, dgate = update.new(*shapes[1], dtype=torch.float16), to.planes[:, 4 * H :]
+    by_bias = update.new(L * ceil(N, _end_tile(update)[0]), update.G + C)
+    halves = most, scales, reciprocals, to.most[0], by_bias
+    numbers = to.planes.stride(0), dp.stride(0), kept.stride(0)
+    tensors = do, dgate, dp, kept, up(H), halves, numbers
+    sums = _launch_finish_back(update, o, gate, dout, None, *tensors)
+    rows, inputs = (
+        Halves(made, back.expand(1, n), (1, L * N, n), fast=2, low=1)
+        for made, back, n in zip((dp, kept), reciprocals, (C, H), strict=True)
+    )
+    return rows, inputs, by_bias.sum(0), sums
+
+
+def _most_normalized(update: Update) -> Any:
+    """Return a bound of the normalized o."""
+    weight, bias = update.weights.norm_out_weight, update.weights.norm_out_bias
+    most = update.H**0.5
+    if weight is not None:
+        most = most * weight.abs().amax().float()
+    return most if bias is None else most + bias.abs().amax().float()
+
+
+def _launch_finish_back(
+    update: Update,
+    o: Any,
+    gate: Any,
+    dout: Any,
+    scaling: Any,
+    do: Any,
+    dgate: Any,
+    dp: Any,
+    kept: Any,
+    width: int,
+    halves: tuple[Any, ...] = (None,) * 5,
+    steps: tuple[int, ...] = (0,) * 3,
+) -> Any:
+    """Launch `finish_back`; return sums for the norm's weight and bias."""
+    (B, L, N, C), H = dout.shape, update.H
+    BM, BN, BH = *_end_tile(update), power(H, 16)
     programs = B * L * ceil(N, BM)
     sums = update.new(programs, 2, H, dtype=update.accumulator)
     constants = update.eps, C, H, update.G, update.output, width, BM, BH, BN
@@ -340,34 +496,78 @@ def finish_back(
     tensors = o, gate, dout, scaling, w.norm_out_weight, w.norm_out_bias
     tensors += w.p_out_weight, w.p_out_bias
     halved = Halved.of(update, (w.p_out_weight,))
-    tensors += do, dgate, None if as_given else dp, kept, sums
-    tensors += halved.halves, halved.scales
-    numbers = L, N, update.pitch, o.stride(1), do.stride(0), halved.lo
-    how = {"warps": warps, "stages": 2, "limited": not update.halved}
+    tensors += do, dgate, dp, kept, sums, halved.halves, halved.scales, *halves
+    numbers = L, N, update.pitch, o.stride(1), do.stride(0), halved.lo, *steps
+    how = {"stages": 2, "limited": not update.halved}
     launch(kernels.finish_back, programs, tensors, numbers, constants, **how)
-    return over_rows(update, dp.mT, kept), sums
+    return sums
+
+
+def _end_tile(update: Update) -> tuple[int, int]:
+    """Return the edges of a program of `finish_back`, and its channels at once."""
+    BH = power(update.H, 16)
+    if update.halved:
+        rows, channels = 32, max(16, min(64, (1 << 13) // BH) // (1 if BH <= 128 else 2))
+    else:
+        rows = max(16, (2048 if update.small else 4096) // BH) if update.rounded else 16
+        most = 64 if update.rounded else 32 if update.emulated else 16
+        channels = max(16, min(most, (1 << 13) // BH))
+    return min(rows, power(update.N, 16)), min(channels, power(update.C, 16))
 
 
 def sides_back(
     update: Update, x: Any, mask: Any, both: Any, dsides: Any, scaling: Any, dmask: Any
 ) -> None:
     """Overwrite sides and logits (`both`) by cotangents, and add the mask's cotangent."""
-    (sides, logits), by_mask = both, None
+    sides, logits = both
+    by_mask = None
     if dmask is not None:
         by_mask = update.new(*x.shape[:3], dtype=update.accumulator)
         # The mask's cotangent is a product with unmasked sides.
         project(update, x, None, sides=sides)
+    _launch_sides_back(update, x, mask, sides, logits, dsides, by_mask)
+    if by_mask is not None:
+        dmask += by_mask if scaling is None else by_mask / scaling
+
+
+def _sides_back_by_halves(
+    update: Update, x: Any, mask: Any, mask_most: Any, halved: _Halved, dsides: Any, dmask: Any
+) -> Any:
+    """Do the same with planes of halves, and return parts of sums for biases."""
+    (sides, logits), by_mask = halved.sides(), None
+    if dmask is not None:
+        by_mask = update.new(*x.shape[:3])
+        project(update, x, None, sides=sides, side_scales=halved.scales)
+    by_bias = update.new(update.N * ceil(update.N, _SIDES_TILE), 4 * update.H)
+    halves = halved.backs, halved.most[1:], mask_most, halved.reciprocals, by_bias
+    lo = sides.stride(0)
+    _launch_sides_back(update, x, mask, sides, logits, dsides, by_mask, halves, lo)
+    if by_mask is not None:
+        dmask += by_mask
+    return by_bias
+
+
+def _launch_sides_back(
+    update: Update,
+    x: Any,
+    mask: Any,
+    sides: Any,
+    logits: Any,
+    dsides: Any,
+    by_mask: Any,
+    halves: tuple[Any, ...] = (None,) * 5,
+    lo: int = 0,
+) -> None:
     (members, L, N, _), H = x.shape, update.H
-    BM, BH = min(64, power(N, 16)), min(64, power(2 * H, 16))
-    parts = 1 if dmask is not None else ceil(2 * H, BH)
-    numbers = L, N, update.pitch, *dsides.stride()[:2], *sides.stride()[:2], *strides_of(mask)
+    BM, BH = min(_SIDES_TILE, power(N, 16)), min(_SIDES_TILE, power(2 * H, 16))
+    parts = 1 if by_mask is not None else ceil(2 * H, BH)
+    numbers = L, N, update.pitch, *dsides.stride()[:2], *sides.stride()[-4:-2]
+    numbers += *strides_of(mask), lo
     types = update.types
     constants = H, parts, BM, BH, types.dot, types.float, update.asm, *update.place
     programs = members * L * ceil(N, BM) * parts
-    tensors = dsides, sides, logits, mask, by_mask
+    tensors = dsides, sides, logits, mask, by_mask, *halves
     launch(kernels.sides_back, programs, tensors, numbers, constants)
-    if by_mask is not None:
-        dmask += by_mask if scaling is None else by_mask / scaling
 
 
 def finish_back_on_hopper(
@@ -509,11 +709,18 @@ def norm_back(update: Update, x: Any, dxn: Any, scaling: Any, dx: Any) -> Any:
     return sums
 
 
+def _few(parts: Any) -> Any:
+    """Return parts of a sum, or their sum if they are many."""
+    return parts if parts is None or len(parts) <= _PARTS else parts.sum(0, keepdim=True)
+
+
 def sum_parts(update: Update, parts: Parts, scaling: Any, dweights: Weights) -> None:
     """Write the cotangents of norms, and of other weights and biases whose parts are given."""
     if all(dweight is None for dweight in dweights):
         return
     C, H, G = update.C, update.H, update.G
+    # One program would take a norm's very many parts one after the other.
+    parts = Parts(*[_few(some) for some in parts[:2]], *parts[2:])
     constants = C, H, G, power(C, 16), power(H, 16), update.types.float
     numbers = tuple([0 if some is None else len(some) for some in parts])
     programs = 4 + (0 if parts.sides is None else 4 * H + G) + (0 if parts.end is None else C)

@@ -8,6 +8,7 @@ import torch
 
 from fusedops.trimul.op import Weights
 from gpukern.launch import power, processors
+from gpukern.products import Halves
 from gpukern.trimul import kernels
 from gpukern.trimul.plan import (
     ALL,
@@ -20,6 +21,7 @@ from gpukern.trimul.plan import (
     is_aligned,
     launch,
     strides_of,
+    up,
 )
 from gpukern.trimul.products import Halved, multiply
 
@@ -45,7 +47,7 @@ _READY_EMULATED = Tile(rows=128, sides=32, gate=32, x=32, warps=8, stages=2)
 # For products of halves.
 _HALVED = Tile(rows=128, sides=64, gate=128, x=128, warps=8, stages=2)
 _NARROW_HALVED = Tile(rows=64, sides=32, gate=64, x=64, warps=4, stages=2)
-_READY_HALVED = Tile(rows=64, sides=64, gate=128, x=64, warps=4, stages=3)
+_READY_HALVED = Tile(rows=128, sides=64, gate=128, x=64, warps=8, stages=3)
 # With little shared memory, where large tiles of TF32 don't fit, and others spill more.
 _SMALL = Tile(rows=64, sides=32, gate=32, x=128, warps=4, stages=2)
 # For float32 and float64 themselves.
@@ -108,7 +110,8 @@ def project(
 ) -> None:
     """Fill the outputs given: planes of sides, the logits of their gates, the last gate.
 
-    The weights may be those of some channels of the sides. With scales, sides are halves.
+    The weights may be those of some channels of the sides. With scales, sides and logits are
+    halves.
     """
     B, L, N, C = x.shape
     rows, lines = B * L * N, B * L
@@ -138,8 +141,11 @@ def project(
         programs = processors(x.device)
         launch(hopper.project, programs, tensors, numbers, constants, warps=way.warps)
         return
-    ready, kept = many and C > CHANNELS, None
-    if ready:
+    ready, kept, kept_lo, kept_scale = many and C > CHANNELS, None, 0, None
+    if ready and update.halved:
+        ahead = normalized_halves(update, x)
+        kept, kept_scale, kept_lo = ahead.halves, ahead.scales, ahead.halves.stride(0)
+    elif ready:
         kept = normalized(update, x)
     BM, BH, BG, chunk, warps, stages = _tile(update, ready, logging)
     chunk = min(chunk, power(C, 16))
@@ -159,11 +165,9 @@ def project(
     constants = update.eps, C, H, G, update.output, update.width, parts, BM, chunk, BH, BG
     constants += *update.types, update.asm, *update.place
     halved = Halved.of(update, (p_w, g_w, o_w if G else None))
-    ahead = Halved.of(update, (None if kept is None else kept.flatten(0, 2)[:, :C],))
     tensors = x, mask, *norm, p_w, p_b, g_w, g_b, o_w, o_b, *outputs
-    tensors += kept if ahead.halves is None else ahead.halves, halved.halves
-    tensors += halved.scales, side_scales, ahead.scales
-    numbers += halved.lo, ahead.lo, sides_lo
+    tensors += kept, halved.halves, halved.scales, side_scales, kept_scale
+    numbers += halved.lo, kept_lo, sides_lo
     how = {"warps": warps, "stages": stages, "limited": not update.halved}
     launch(kernels.project, programs * parts, tensors, numbers, constants, **how)
 
@@ -207,27 +211,51 @@ def _project_wide(
 
 def normalized(update: Update, x: Any) -> Any:
     """Return rows of the normalized x, with a column of ones."""
+    kept = update.kept(*x.shape[:2])
+    _normalize(update, x, kept, update.width, 0)
+    return kept
+
+
+def normalized_halves(update: Update, x: Any) -> Halves:
+    """Return rows of the normalized x as halves of one scale."""
+    (B, L, _, C), width = x.shape, up(x.shape[3])
+    rows = B * L * update.pitch
+    halves = update.new(2, 1, rows, width, dtype=torch.float16)
+    scale = update.new(1, 1)
+    _normalize(update, x, halves, width, halves.stride(0), scale)
+    return Halves(halves, scale.expand(1, C), (1, rows, C), fast=2, low=1)
+
+
+def _normalize(
+    update: Update, x: Any, kept: Any, width: int, lo: int, reciprocal: Any = None
+) -> None:
     B, L, N, C = x.shape
-    kept = update.kept(B, L)
     chunk = min(CHANNELS if update.fast else 64, power(C, 16))
     types, w = update.types, update.weights
-    constants = update.eps, C, update.width, 16, chunk, types.float, types.exact, *update.place
-    tensors = x, w.norm_in_weight, w.norm_in_bias, kept
-    numbers = L, N, update.pitch
+    constants = update.eps, C, width, 16, chunk, types.float, types.exact, *update.place
+    tensors = x, w.norm_in_weight, w.norm_in_bias, kept, reciprocal
+    numbers = L, N, update.pitch, lo
     launch(kernels.normalize, B * L * ceil(N, 16), tensors, numbers, constants)
-    return kept
 
 
 def side_scales(update: Update, b: slice, weights: Weights) -> Any:
     """Return scales of the sides' halves by channel, and their reciprocals; None for no halves."""
     if not update.halved_sides:
         return None
-    w, (rows, C) = weights, weights.p_in_weight.shape
-    scales = update.new(2, rows)
+    w, scales = weights, update.new(2, len(weights.p_in_weight))
     most = None if update.mask is None else update.mask[b].abs().amax()
-    tensors = w.p_in_weight, w.p_in_bias, w.norm_in_weight, w.norm_in_bias, most, scales
-    launch(kernels.side_scaling, rows, tensors, (rows,), (C, power(C), update.types.float))
+    norm = w.norm_in_weight, w.norm_in_bias
+    bound_rows(update, w.p_in_weight, w.p_in_bias, *norm, most, *scales)
     return scales
+
+
+def bound_rows(
+    update: Update, w: Any, b: Any, norm_w: Any, norm_b: Any, most: Any, to: Any, back: Any
+) -> None:
+    """Write scales, and reciprocals, for projections of normalized rows times a factor."""
+    rows, width = w.shape
+    constants = width, power(width), update.types.float
+    launch(kernels.row_bounds, rows, (w, b, norm_w, norm_b, most, to, back), (), constants)
 
 
 def triangles(update: Update, b: slice, o: Any, scale: float = 1.0) -> None:
@@ -270,7 +298,8 @@ def finish(update: Update, o: Any, gate: Any, out: Any, shift: int) -> None:
         tensors += halved.halves, halved.scales
         warps = 4
         if update.halved:
-            BM, BN, warps = min(64, power(N, 16)), min(BN, 64), 4 if BH <= 128 else 8
+            BM, warps = min(64, power(N, 16)), 4 if BH <= 128 else 8
+            BN = min(BN, 32 if BH <= 128 else 64)
         elif update.emulated and BH > 128:
             # The three parts of a float32 factor take registers.
             BM, BN = 16, min(BN, 32)

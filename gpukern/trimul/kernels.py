@@ -62,6 +62,25 @@ def _side(h, batch, i, H: tl.constexpr, half, plane, pitch, LONG: tl.constexpr):
 
 
 @triton.jit
+def _from_halves(high, at, lo, inside, back):
+    """Return numbers whose halves lie at a place, times the reciprocals of rows' scales."""
+    low = tl.load(high + at + lo // 8 * 8, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(high + at, mask=inside, other=0.0).to(tl.float32)
+    return (high + low * (1 / 2048)) * back[:, None]
+
+
+@triton.jit
+def _store_halves(to, lo, x, inside, TURNED: tl.constexpr):
+    """Store the halves of scaled numbers, or of the transposed ones, at pointers."""
+    high, low = halves_of(x)
+    if TURNED:
+        high, low = tl.trans(high), tl.trans(low)
+    tl.store(to, high, mask=inside)
+    # Knowing a multiple of eight, the compiler writes vectors.
+    tl.store(to + lo // 8 * 8, low, mask=inside)
+
+
+@triton.jit
 def _moments(
     x, row, j, live,
     EPS: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, FLOAT: tl.constexpr, EXACT: tl.constexpr,
@@ -160,6 +179,7 @@ def _halves(
         at = h
     c = k * BC + tl.arange(0, BC)
     place = halves + at[:, None] * PITCH + c[None, :]
+    lo = lo // 8 * 8
     inside = (h < last)[:, None] & (c < C)[None, :]
     high = tl.load(place, mask=inside, other=0.0)
     low = tl.load(place + lo, mask=inside, other=0.0)
@@ -169,6 +189,7 @@ def _halves(
 @triton.jit
 def _kept(to, lo, there, k, C: tl.constexpr, BC: tl.constexpr):
     """Return a chunk of columns of normalized rows' halves."""
+    lo = lo // 8 * 8
     c = k * BC + tl.arange(0, BC)
     inside = there[:, None] & (c < C)[None, :]
     high = tl.load(to + c[None, :], mask=inside, other=0.0)
@@ -227,31 +248,58 @@ def _normalized(
     return y, scale, on if H == BH else tl.where(inside, on, 0.0)
 
 
+@triton.jit
+def _most_normalized(w, b, C: tl.constexpr, BC: tl.constexpr, FLOAT: tl.constexpr):
+    """Return a bound of normalized rows, whose norm is at most √C before a weight and a bias."""
+    most = tl.zeros((BC,), FLOAT)
+    for k in tl.static_range((C + BC - 1) // BC):
+        c = k * BC + tl.arange(0, BC)
+        bound = tl.zeros((BC,), FLOAT) + C**0.5
+        if w is not None:
+            bound *= tl.abs(tl.load(w + c, mask=c < C, other=0.0).to(FLOAT))
+        if b is not None:
+            bound += tl.abs(tl.load(b + c, mask=c < C, other=0.0).to(FLOAT))
+        most = tl.maximum(most, bound)
+    return tl.max(most, 0)
+
+
 def normalize(
-    x, w, b, kept, L, N, pitch,
+    x, w, b, kept, reciprocal, L, N, pitch, lo,
     EPS: tl.constexpr, C: tl.constexpr, KEPT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
     FLOAT: tl.constexpr, EXACT: tl.constexpr, LONG: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Write the normalized rows of x, and behind each a one, or a zero where there is no edge."""
+    """Write the normalized rows of x, and behind each a one, or a zero where there is no edge.
+
+    With room for a scale's reciprocal, write halves of the rows instead, and nothing behind.
+    """
     batch, i, row, j, live, there = _place(tl.program_id(0), L, N, pitch, BM, LONG, ALIGNED)
     near, rest, scale = _moments(x, row, j, live, EPS, C, BC, FLOAT, EXACT)
     to = kept + (_plane(0, batch, i, 1, L * pitch, pitch, LONG) + j)[:, None] * KEPT
+    if reciprocal is not None:
+        by, back = row_scaling(_most_normalized(w, b, C, BC, FLOAT))
+        if tl.program_id(0) == 0:
+            tl.store(reciprocal, back)
     for k in tl.static_range((C + BC - 1) // BC):
         y = _chunk(x, w, b, row, j, live, near, rest, scale, k, C, BC, FLOAT)
         c = k * BC + tl.arange(0, BC)
-        inside = there[:, None] & (c < C)[None, :]
-        tl.store(to + c[None, :], y.to(kept.dtype.element_ty), mask=inside)
-    _add_one(to, live, there, C, KEPT, BM)
+        if reciprocal is not None:
+            inside = there[:, None] & (c < KEPT)[None, :]
+            _store_halves(to + c[None, :], lo, y * by, inside, False)
+        else:
+            inside = there[:, None] & (c < C)[None, :]
+            tl.store(to + c[None, :], y.to(kept.dtype.element_ty), mask=inside)
+    if reciprocal is None:
+        _add_one(to, live, there, C, KEPT, BM)
 
 
-def side_scaling(
-    p_w, p_b, w, b, most, scales, rows,
+def row_bounds(
+    p_w, p_b, w, b, most, scales, reciprocals,
     C: tl.constexpr, BC: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
-    """Write powers of two that scale sides to at most 2¹⁵, and their reciprocals.
+    """Write powers of two that scale projections to at most 2¹⁵, and their reciprocals.
 
-    The bound is by Cauchy and Schwarz: the norm of a normalized row is at most √C, and a gate is
-    below one. `most` is the largest magnitude of a mask.
+    The bound is by Cauchy and Schwarz: the norm of a normalized row is at most √C. `most` is the
+    largest magnitude of a factor.
     """
     row = tl.program_id(0)
     c = tl.arange(0, BC)
@@ -268,12 +316,12 @@ def side_scaling(
         bound *= tl.load(most).to(FLOAT)
     scale, reciprocal = row_scaling(bound)
     tl.store(scales + row, scale)
-    tl.store(scales + rows + row, reciprocal)
+    tl.store(reciprocals + row, reciprocal)
 
 
 def project(
     x, mask, w, b, p_w, p_b, g_w, g_b, o_w, o_b, sides, logits, gate, kept,
-    halves, scales, side_scales, kept_scales,
+    halves, scales, side_scales, kept_scale,
     L, N, pitch, half, plane, mask_b, mask_i, mask_j, halves_lo, kept_lo, sides_lo,
     EPS: tl.constexpr, C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, OUTPUT: tl.constexpr,
     KEPT: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
@@ -286,7 +334,7 @@ def project(
     `normalize` wrote the normalized x (`kept`), or it is made here. A program takes one of PARTS
     shares of the channels. There are no sides where H is zero, and no gate where G is. With the
     `halves` of all weights' rows, those of the sides first, products are made of halves; so are
-    sides with scales of their own.
+    sides and logits with scales of their own.
     """
     READY: tl.constexpr = kept is not None
     HALVED: tl.constexpr = halves is not None
@@ -300,7 +348,7 @@ def project(
         place = _plane(0, batch, i, 1, L * pitch, pitch, LONG) + j
         to = kept + place[:, None] * (PITCH if HALVED else KEPT)
         if HALVED:
-            by_row = tl.load(kept_scales + place, mask=there, other=1.0)
+            by_row = tl.zeros((BM,), FLOAT) + tl.load(kept_scale)
     else:
         near, rest, scale = _moments(x, row, j, live, EPS, C, BC, FLOAT, EXACT)
         for k in tl.static_range(CHUNKS):
@@ -371,13 +419,15 @@ def project(
                     by_side = tl.load(side_scales + h, mask=h < 2 * H, other=1.0)
                     # Halves are read with the places that have no edge.
                     scaled = tl.where(live[:, None], side * by_side[None, :], 0.0)
-                    side, side_low = halves_of(scaled)
-                    tl.store(sides + at, tl.trans(side), mask=inside)
-                    tl.store(sides + at + sides_lo, tl.trans(side_low), mask=inside)
+                    _store_halves(sides + at, sides_lo, scaled, inside, True)
+                    if logits is not None:
+                        by_logit = tl.load(side_scales + 2 * H + h, mask=h < 2 * H, other=1.0)
+                        scaled = g * by_logit[None, :]
+                        _store_halves(logits + at, sides_lo, scaled, inside, True)
                 else:
                     tl.store(sides + at, tl.trans(side.to(DOT)), mask=inside)
-                if logits is not None:
-                    tl.store(logits + at, tl.trans(g.to(DOT)), mask=inside)
+                    if logits is not None:
+                        tl.store(logits + at, tl.trans(g.to(DOT)), mask=inside)
     if GATES > 0:
         if not READY or part >= SIDES:
             for step in range(PER_GATE):
@@ -498,7 +548,8 @@ def finish(
 
 def finish_back(
     o, gate, dout, scaling, w, b, p_w, p_b, do, dgate, dp, kept, sums, halves, scales,
-    L, N, pitch, plane, do_plane, halves_lo,
+    dout_most, gate_scales, reciprocals, do_most, by_bias,
+    L, N, pitch, plane, do_plane, halves_lo, dgate_lo, dp_lo, kept_lo,
     EPS: tl.constexpr, C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, OUTPUT: tl.constexpr,
     KEPT: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
     DOT: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
@@ -507,6 +558,11 @@ def finish_back(
     """Write the cotangents of o, of the last gate's logits, and of the last projection.
 
     Write also the projection's input (`kept`), and sums over rows for the norm's weight and bias.
+
+    With the bits of the largest magnitudes of o's cotangents by channel (`do_most`), which it
+    raises, all that it writes but these cotangents are halves: of the gate's logits, planes by
+    `gate_scales`; of the projection and of its input, rows by scales whose reciprocals it writes.
+    A program also writes its sums over rows for the biases of the gate and of the projection.
     """
     batch, i, row, j, live, there = _place(tl.program_id(0), L, N, pitch, BM, LONG, ALIGNED)
     h = tl.arange(0, BH)
@@ -516,6 +572,15 @@ def finish_back(
     place = (_plane(0, batch, i, 1, L * pitch, pitch, LONG) + j)[:, None] * G
     HALVED: tl.constexpr = halves is not None
     PITCH: tl.constexpr = (H + 7) // 8 * 8
+    BY_HALVES: tl.constexpr = do_most is not None
+    OUT_PITCH: tl.constexpr = (C + 7) // 8 * 8
+    if BY_HALVES:
+        by_dp, dp_back = row_scaling(tl.load(dout_most))
+        by_kept, kept_back = row_scaling(_most_normalized(w, b, H, BH, FLOAT))
+        if tl.program_id(0) == 0:
+            tl.store(reciprocals, dp_back)
+            tl.store(reciprocals + 1, kept_back)
+        to_bias = by_bias + tl.program_id(0).to(tl.int64) * (G + C)
     if HALVED:
         by, by_row = row_scaling(tl.max(tl.abs(on), 0))
         on_high, on_low = halves_of(on * by[None, :])
@@ -549,9 +614,21 @@ def finish_back(
             if p_b is not None:
                 value += _bias(p_b, block * BN, C, BN, FLOAT)[None, :]
             ds = (g * value * s * (1 - s)).to(DOT)
-            tl.store(dgate + place + c[None, :], ds, mask=there[:, None] & (c < C)[None, :])
+            if BY_HALVES:
+                by_gate = tl.load(gate_scales + c, mask=c < C, other=1.0)
+                to_plane = _plane(c, batch, i, G, do_plane, pitch, LONG)[:, None] + j[None, :]
+                across = (c < C)[:, None] & there[None, :]
+                _store_halves(dgate + to_plane, dgate_lo, ds * by_gate[None, :], across, True)
+                tl.store(to_bias + c, tl.sum(ds, 0), mask=c < C)
+            else:
+                tl.store(dgate + place + c[None, :], ds, mask=there[:, None] & (c < C)[None, :])
             g = g * s
-        if dp is not None:
+        if BY_HALVES:
+            to_dp = dp + (row + j)[:, None] * OUT_PITCH + c[None, :]
+            own = live[:, None] & (c < OUT_PITCH)[None, :]
+            _store_halves(to_dp, dp_lo, g * by_dp, own, False)
+            tl.store(to_bias + G + c, tl.sum(g, 0), mask=c < C)
+        elif dp is not None:
             tl.store(dp + at_c, g.to(DOT), mask=within)
         if HALVED:
             # The scales of the weight's rows go with the cotangent, whose columns they meet.
@@ -567,15 +644,25 @@ def finish_back(
     if not OUTPUT:
         at_gate = _plane(h, batch, i, H, L * pitch, pitch, LONG)[:, None] + j[None, :]
         opened = _opened(tl.load(gate + at_gate, mask=inside, other=0.0), FLOAT, DOT)
-        dopen = tl.trans((don * on * opened * (1 - opened)).to(DOT))
-        across = there[:, None] & (h < H)[None, :]
-        tl.store(dgate + place + h[None, :], dopen, mask=across)
+        dopen = don * on * opened * (1 - opened)
+        if BY_HALVES:
+            by_gate = tl.load(gate_scales + h, mask=h < H, other=1.0)
+            to_plane = _plane(h, batch, i, G, do_plane, pitch, LONG)[:, None] + j[None, :]
+            _store_halves(dgate + to_plane, dgate_lo, dopen * by_gate[:, None], inside, False)
+            tl.store(to_bias + h, tl.sum(dopen, 1), mask=h < H)
+        else:
+            across = there[:, None] & (h < H)[None, :]
+            tl.store(dgate + place + h[None, :], tl.trans(dopen.to(DOT)), mask=across)
         don = don * opened
         projected = on * opened
-    to = kept + (row + j)[:, None] * KEPT
-    projected = tl.trans(projected.to(DOT))
-    tl.store(to + h[None, :], projected, mask=live[:, None] & (h < H)[None, :])
-    _add_one(to, live, live, H, KEPT, BM)
+    to = kept + (row + j)[:, None] * KEPT + h[None, :]
+    if BY_HALVES:
+        own = live[:, None] & (h < KEPT)[None, :]
+        _store_halves(to, kept_lo, projected * by_kept, own, True)
+    else:
+        own = live[:, None] & (h < H)[None, :]
+        tl.store(to, tl.trans(projected.to(DOT)), mask=own)
+        _add_one(kept + (row + j)[:, None] * KEPT, live, live, H, KEPT, BM)
     don = tl.where(inside, don, 0.0)
     total = sums + tl.program_id(0).to(tl.int64) * 2 * H + h
     tl.store(total, tl.sum(don * y, 1), mask=h < H)
@@ -586,11 +673,14 @@ def finish_back(
     don = (don - (tl.sum(don, 0) / H)[None, :] - y * along[None, :]) * scale[None, :]
     to_o = _plane(h, batch, i, H, do_plane, pitch, LONG)[:, None] + j[None, :]
     tl.store(do + to_o, don.to(DOT), mask=inside)
+    if BY_HALVES:
+        largest = tl.max(tl.where(inside, tl.abs(don), 0.0), 1).to(tl.int32, bitcast=True)
+        tl.atomic_max(do_most + h, largest, mask=h < H, sem="relaxed")
 
 
 def sides_back(
-    dsides, sides, logits, mask, dmask, L, N, pitch, dsides_half, dsides_plane, half, plane,
-    mask_b, mask_i, mask_j,
+    dsides, sides, logits, mask, dmask, side_back, dsides_most, mask_most, reciprocals, by_bias,
+    L, N, pitch, dsides_half, dsides_plane, half, plane, mask_b, mask_i, mask_j, sides_lo,
     H: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
     DOT: tl.constexpr, FLOAT: tl.constexpr, ASM: tl.constexpr,
     LONG: tl.constexpr, ALIGNED: tl.constexpr,
@@ -598,6 +688,10 @@ def sides_back(
     """Overwrite sides by the cotangents of projections, and logits by their own cotangents.
 
     For a cotangent of the mask, `sides` must be made without the mask.
+
+    With the reciprocals of scales of sides and logits (`side_back`), these are halves, and so are
+    their cotangents, by scales from the bits of the largest magnitudes of `dsides` by channel. It
+    writes these scales' reciprocals too, and a program's sums over rows for biases.
     """
     program = tl.program_id(0) // PARTS
     batch, i, row, j, live, there = _place(program, L, N, pitch, BM, LONG, ALIGNED)
@@ -616,8 +710,14 @@ def sides_back(
         d = tl.load(dsides + from_at, mask=inside, other=0.0).to(FLOAT)
         # The product left places without an edge as they were.
         d = tl.where(live[None, :], d, 0.0)
-        a = tl.load(sides + at, mask=inside, other=0.0).to(FLOAT)
-        g = tl.load(logits + at, mask=inside, other=0.0).to(FLOAT)
+        if side_back is not None:
+            back = tl.load(side_back + h, mask=h < 2 * H, other=1.0)
+            a = _from_halves(sides, at, sides_lo, inside, back)
+            of_logits = tl.load(side_back + 2 * H + h, mask=h < 2 * H, other=1.0)
+            g = _from_halves(logits, at, sides_lo, inside, of_logits)
+        else:
+            a = tl.load(sides + at, mask=inside, other=0.0).to(FLOAT)
+            g = tl.load(logits + at, mask=inside, other=0.0).to(FLOAT)
         if dmask is not None:
             by_mask += tl.sum(d * a, 0)
             a = a * m
@@ -626,8 +726,27 @@ def sides_back(
         d = d * _sigmoid(g, ASM)
         if mask is not None:
             d = d * m
-        tl.store(sides + at, d.to(DOT), mask=inside)
-        tl.store(logits + at, dg.to(DOT), mask=inside)
+        if side_back is not None:
+            # A gate is below one, and a side below its scale's reciprocal times 2¹⁵.
+            most = tl.load(dsides_most + h, mask=h < 2 * H, other=0).to(tl.float32, bitcast=True)
+            most_of_logits = most * back * 32768.0
+            if mask is not None:
+                most *= tl.load(mask_most).to(FLOAT)
+                if dmask is not None:
+                    most_of_logits *= tl.load(mask_most).to(FLOAT)
+            by, by_back = row_scaling(most)
+            by_logits, logits_back = row_scaling(most_of_logits)
+            if program == 0:
+                tl.store(reciprocals + h, by_back, mask=h < 2 * H)
+                tl.store(reciprocals + 2 * H + h, logits_back, mask=h < 2 * H)
+            to_bias = by_bias + program.to(tl.int64) * (4 * H) + h
+            tl.store(to_bias, tl.sum(d, 1), mask=h < 2 * H)
+            tl.store(to_bias + 2 * H, tl.sum(dg, 1), mask=h < 2 * H)
+            _store_halves(sides + at, sides_lo, d * by[:, None], inside, False)
+            _store_halves(logits + at, sides_lo, dg * by_logits[:, None], inside, False)
+        else:
+            tl.store(sides + at, d.to(DOT), mask=inside)
+            tl.store(logits + at, dg.to(DOT), mask=inside)
     if dmask is not None:
         tl.store(dmask + row + j, by_mask, mask=live)
 
@@ -878,7 +997,7 @@ def product(
 # `gpukern.trimul.plan` aligns these pointers to 16 bytes.
 POINTERS = {
     normalize: ("x", "kept"),
-    side_scaling: (),
+    row_bounds: (),
     project: ("x", "p_w", "g_w", "o_w", "sides", "logits", "gate", "kept", "halves"),
     finish: ("o", "gate", "p_w", "out", "halves"),
     finish_back: ("o", "gate", "dout", "p_w", "do", "dgate", "dp", "kept", "halves"),

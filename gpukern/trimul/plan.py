@@ -193,10 +193,8 @@ class Update:
         self.shift = -round(math.log2(max(self.N, 1))) if self.dtype == torch.float16 else 0
         self.few = self.B * self.L * self.N <= FEW and self.dtype != torch.float64
         self.small = is_small(x.device)
-        # Whether products of float32 are made of halves. More channels are normalized ahead, and
-        # with a limit there is no memory for rows and their halves.
-        fits = not self.limit or self.C <= CHANNELS
-        self.halved = self.emulated and not (self.few or self.small) and fits
+        # Whether products of float32 are made of halves.
+        self.halved = self.emulated and not (self.few or self.small)
         self.halved_sides = self.halved and repay(x.device, self.H, *[self.N] * 3, ready=True)
         # Whether our own kernel makes the products.
         self.ours = self.few or self.dtype == torch.float32

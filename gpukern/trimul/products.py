@@ -15,12 +15,14 @@ from gpukern.launch import processors
 from gpukern.precision import EMULATED
 from gpukern.products import Halves, in_vectors, multiply_halves, repay, split, unit_of
 from gpukern.trimul import kernels
-from gpukern.trimul.plan import Update, ceil, launch
+from gpukern.trimul.plan import Update, ceil, launch, up
 
 # The most batches that a product over all rows is split into.
 SPLIT = 64
 # The fewest rows of a batch, and the fewest if else the GPU had too few programs.
 LONG, _SHORT = 1 << 11, 1 << 7
+# The most terms that a program of a product of halves adds up.
+_TERMS = 1 << 13
 
 
 class Tile(NamedTuple):
@@ -121,6 +123,22 @@ def parts_over_rows(update: Update, a: Any, b: Any) -> list[Any]:
     return [_widened(update, m, n) for m, n in pairs]
 
 
+def sum_of_halves(update: Update, left: Halves, right: Halves) -> Any:
+    """Return the product of halves, a sum over very many terms, and a column for a bias behind."""
+    (_, M, K), N = left.shape, right.shape[2]
+    # A program has 128 rows and columns.
+    size, many = 128, processors(update.x.device)
+    tiles = ceil(M, size) * ceil(N, size)
+    # A float32 adds up at most so many terms' products, in rounds of all multiprocessors.
+    rounds = ceil(K * tiles, _TERMS * many)
+    parts = max(1, min(rounds * many // tiles, K // _SHORT))
+    sums = update.new(parts, M, N)
+    multiply_halves(left, right, sums, parts=parts)
+    total = update.new(1, M, up(N + 1))
+    torch.sum(sums, 0, out=total[0, :, :N])
+    return total
+
+
 def _widened(update: Update, a: Any, b: Any) -> Any:
     if update.ours:
         out = update.new(len(a), a.shape[1], b.shape[2], dtype=torch.float32)
@@ -140,7 +158,7 @@ def multiply(
     if side_scales is None:
         left, right = sides[..., : update.N]
     else:
-        left, right = _halves_of_sides(update, sides, side_scales, len(o))
+        left, right = _halves_of_sides(update, sides, side_scales[1], len(o))
     left, right = (left.mT, right) if update.direction == "incoming" else (left, right.mT)
     out = o[:, h].flatten(0, 1)
     if side_scales is None:
@@ -149,23 +167,17 @@ def multiply(
         multiply_halves(left, right, out, factor=scale)
 
 
-def _halves_of_sides(update: Update, sides: Any, scales: Any, members: int) -> list[Halves]:
-    """Return left and right as batches of split planes, of which each has one scale."""
-    planes, N = sides.shape[2], update.N
-    reciprocals = scales[1].view(2, 1, -1).expand(2, members, -1).reshape(2, planes, 1)
+def _halves_of_sides(update: Update, sides: Any, reciprocals: Any, members: int) -> list[Halves]:
+    """Return left and right as batches of split planes, of which each has one scale.
+
+    Behind the planes of either half, there may be others.
+    """
+    N, planes = update.N, members * reciprocals.shape[0] // 2
+    reciprocals = reciprocals.view(2, 1, -1).expand(2, members, -1).reshape(2, planes, 1)
+    low, shape = sides.stride(0) // sides.stride(-3), (planes, N, N)
     return [
-        Halves(
-            matrix=None,
-            halves=sides,
-            scales=reciprocals[side].expand(-1, N),
-            shape=(planes, N, N),
-            steps=(0, 0, 0),
-            terms=0,
-            fast=2,
-            first=side * planes,
-            low=2 * planes,
-        )
-        for side in range(2)
+        Halves(sides, scales.expand(-1, N), shape, fast=2, low=low, first=side * planes)
+        for side, scales in enumerate(reciprocals)
     ]
 
 
@@ -173,12 +185,27 @@ def multiply_back(update: Update, sides: Any, do: Any, dsides: Any) -> None:
     """Write the cotangents of left and right."""
     left, right = sides[..., : update.N]
     dleft, dright = dsides[..., : update.N]
+    for a, b, out in _pairs_back(update, left, right, do, dleft, dright):
+        products(update, a, b, out)
+
+
+def multiply_halves_back(
+    update: Update, sides: Any, reciprocals: Any, do: Halves, dsides: Any, most: Any
+) -> None:
+    """Write the cotangents of left and right, and the bits of each plane's largest magnitude."""
+    left, right = _halves_of_sides(update, sides, reciprocals, 1)
+    to = zip(dsides[..., : update.N], most, strict=True)
+    for a, b, (out, largest) in _pairs_back(update, left, right, do, *to):
+        multiply_halves(a, b, out, most=largest)
+
+
+def _pairs_back(
+    update: Update, left: Any, right: Any, do: Any, dleft: Any, dright: Any
+) -> tuple[tuple[Any, Any, Any], ...]:
+    """Return the factors of the cotangents of left and right, with their outputs."""
     if update.direction == "incoming":
-        products(update, right, do.mT, dleft)
-        products(update, left, do, dright)
-    else:
-        products(update, do, right, dleft)
-        products(update, do.mT, left, dright)
+        return (right, do.mT, dleft), (left, do, dright)
+    return (do, right, dleft), (do.mT, left, dright)
 
 
 def through(update: Update, rows: Any, weight: Any, dxn: Any, *, add: bool = True) -> None:

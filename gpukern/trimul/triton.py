@@ -15,7 +15,9 @@ batched products; `sides_back`, which puts the cotangents of projections and of 
 right and logits were; plain products with the normalized x, which give its cotangent, the weights'
 cotangents and, by a column of ones, the biases'; and `norm_back`. Where memory is
 short, all this goes member by member of the batch, and by some channels of left and right or some
-lines of o at a time.
+lines of o at a time. In products of halves, all kernels write their results as halves by scales
+that follow from weights, mask and largest cotangents; only the cotangent of o is split after it is
+written.
 
 On Hopper, many rows with products of 16 bits have kernels of their own: hopper.py and
 hopper_wide.py for the forward, hopper_backward.py for a backward that keeps no logits. Its
