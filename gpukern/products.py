@@ -135,7 +135,6 @@ def _block(at, step, r, rows, terms, x_term, BT: tl.constexpr):
     return tl.load(at + k[None, :] * x_term, mask=inside, other=0.0)
 
 
-@kernel_of_any_size
 def _split(
     x, halves, scales, rows, terms, whole, x_batch, x_row, x_term, lo, pitch,
     UNIT: tl.constexpr, ALIGNED: tl.constexpr, TERMS_FAST: tl.constexpr,
@@ -157,6 +156,8 @@ def _split(
     r = (tl.program_id(0) % blocks * BR + tl.arange(0, BR)).to(tl.int64)
     at = x + batch * x_batch + r[:, None] * x_row
     here = tl.minimum(terms, whole - batch * terms)
+    if ALIGNED:
+        here = here // 8 * 8
     value = tl.zeros((BR, BT), tl.float32)
     most = tl.zeros((BR, BT), tl.int32)
     INFINITE: tl.constexpr = 0x7F800000
@@ -220,7 +221,7 @@ def _tile(halves, batch, n, k, R: tl.constexpr, BK: tl.constexpr, FAST: tl.const
 
 @kernel_of_any_size
 def _multiply(
-    a_halves, b_halves, a, b, a_scales, b_scales, out, most,
+    a_halves, b_halves, a, b, a_scales, b_scales, out, bias, most,
     M, N, K, whole, a_first, a_lo, b_first, b_lo,
     a_batch, a_row, a_column, b_batch, b_row, b_column, out_batch, out_row, out_column,
     a_scale_batch, a_scale_row, b_scale_batch, b_scale_row, factor,
@@ -229,7 +230,7 @@ def _multiply(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     ADD: tl.constexpr, PARTS: tl.constexpr, OTHERWISE: tl.constexpr,
 ):  # fmt: skip
-    """Write, or add, the products of split matrices, times a factor.
+    """Write, or add, the products of split matrices, times a factor, plus a bias of columns.
 
     A_FAST and B_FAST tell whether the terms' axis is the one without gaps. Without `a` and `b`,
     halves always serve; else OTHERWISE is the precision of products where they don't. If PARTS, the
@@ -296,14 +297,20 @@ def _multiply(
     inside = (m < M)[:, None] & (n < N)[None, :]
     if ADD:
         total += tl.load(to, mask=inside, other=0.0)
+    if bias is not None:
+        total += tl.load(bias + n, mask=n < N, other=0.0)[None, :]
     tl.store(to, total.to(out.dtype.element_ty), mask=inside)
     if most is not None:
         largest = tl.max(tl.max(tl.where(inside, _bits(total), 0), 1), 0)
         tl.atomic_max(most + batch, largest, sem="relaxed")
 
 
-_launch_split = Launcher(_split, 8)
 _launch_halve = Launcher(kernel_of_any_size(_halve, ("x", "halves")), 4)
+
+
+@functools.cache
+def _splitter(aligned: bool) -> Launcher:
+    return Launcher(kernel_of_any_size(_split, ("x", "halves") if aligned else ("halves",)), 8)
 
 
 @functools.cache
@@ -356,7 +363,8 @@ def split(matrix: Any, along: int, parts: int = 1, strict: bool = True) -> Halve
     steps = steps if steps == 1 or not x.is_cuda else None
     constants = unit_of(x), in_vectors(x), terms_fast, BR, BT, steps, strict
     key = x.device, wide(*numbers), *constants
-    _launch_split(batches * -(-rows // BR), key, x, halves, scales, *numbers, *constants)
+    programs = batches * -(-rows // BR)
+    _splitter(in_vectors(x))(programs, key, x, halves, scales, *numbers, *constants)
     shape, by = (batches, rows, terms), (step, row, term)
     if along == 1:
         shape, by = (batches, terms, rows), (step, term, row)
@@ -388,10 +396,12 @@ def multiply_halves(
     factor: float = 1.0,
     add: bool = False,
     parts: int = 1,
+    bias: Any = None,
     most: Any = None,
 ) -> None:
     """Write the products of split matrices, times a factor, or add them to `out`.
 
+    A bias of columns may be added.
     The sums of a single product that needs no matrix may be written in parts, which become a batch.
     The bits of each product's largest magnitude are written to `most`, if they exceed its own.
     """
@@ -413,7 +423,7 @@ def multiply_halves(
     otherwise = None if not kept else EMULATED if out.is_cuda else "ieee"
     constants += BM, BN, BK, 8, add, parts > 1, otherwise
     arrays = left.described(BM, BK, 2), right.described(BN, BK, 1), a, b
-    arrays += left.scales, right.scales, out, most
+    arrays += left.scales, right.scales, out, bias, most
     kinds = tuple([array is None for array in arrays])
     key = out.device, kinds, out.dtype, wide(*numbers), *constants
     programs = batches * -(-M // BM) * -(-N // BN)
@@ -435,7 +445,7 @@ class Factor:
 
 
 def multiply(out: Any, a: Factor, b: Any, precision: str, shift: Any = None) -> None:
-    """Write a @ b, plus a shift that may be `out` itself."""
+    """Write a @ b, plus a shift: `out` itself, or a bias of columns."""
     rows = a.matrix
     if precision == "bf16" and rows.dtype == torch.float32:
         rows, b = rows.bfloat16(), b.bfloat16()
@@ -446,9 +456,10 @@ def multiply(out: Any, a: Factor, b: Any, precision: str, shift: Any = None) -> 
         else:
             torch.add(shift, found, out=out)
     elif _is_split(precision, rows, b):
-        if shift is not None and shift is not out:
-            out.copy_(shift)
-        multiply_halves(a.halves(2), split(b[None], 1), out[None], add=shift is not None)
+        add, bias = shift is out, None
+        if shift is not None and not add:
+            bias = shift.contiguous()
+        multiply_halves(a.halves(2), split(b[None], 1), out[None], add=add, bias=bias)
     elif shift is None:
         product(precision == "tf32", torch.mm, rows, b, out=out)
     else:
