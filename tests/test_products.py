@@ -243,6 +243,17 @@ def test_ops_agree_with_the_reference(case, everywhere):
     check(case, "torch", "triton", "float32", alone=False)
 
 
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if "triangle_multiplicative" in case.primitive.name], ids=str
+)
+def test_triangles_agree_where_torch_multiplies(case, monkeypatch):
+    """As in large updates of float32 whose factors aren't rounded."""
+    from gpukern.trimul import plan
+
+    monkeypatch.setattr(plan, "FEW", 0)
+    check(case, "torch", "triton", "float32", alone=False)
+
+
 def far(found, want):
     """Return the largest error of tensors in norm."""
     pairs = zip(found, want, strict=True)

@@ -11,8 +11,16 @@ import torch
 from fusedops.trimul.op import Weights, slices
 from gpukern.launch import power, processors
 from gpukern.products import Halves, multiply_halves, split, split_by_most
+from gpukern.tape import product
 from gpukern.trimul import kernels
-from gpukern.trimul.forward import bound_rows, normalized, normalized_halves, project, triangles
+from gpukern.trimul.forward import (
+    bound_rows,
+    end_rows,
+    normalized,
+    normalized_halves,
+    project,
+    triangles,
+)
 from gpukern.trimul.plan import (
     ALL,
     MANY,
@@ -415,15 +423,44 @@ def finish_back(
     `scratch`, an array like x, may be overwritten.
     """
     B, L, N, C = dout.shape
-    width = up(update.H + 1)
-    kept = update.new(B, L * N, width)
     as_given = not update.output and scaling is None and dout.dtype == update.dtype
     fits = scratch is not None and scratch.dtype == update.dtype and is_aligned(scratch)
     dp = dout if as_given else scratch if fits else update.new(B, L, N, C)
     dp = dp.view(B, L * N, C)
-    to = do, dgate, None if as_given else dp, kept
-    sums = _launch_finish_back(update, o, gate, dout, scaling, *to, width)
+    if update.apart:
+        kept = end_rows(update, o, gate, 0)
+        dkept = _end_back(update, kept, gate, dout, dp, dgate)
+        to = do, dgate, None, None
+    else:
+        dkept, kept = None, update.new(B, L * N, up(update.H + 1))
+        to = do, dgate, None if as_given else dp, kept
+    sums = _launch_finish_back(update, o, gate, dout, scaling, *to, up(update.H + 1), dkept=dkept)
     return over_rows(update, dp.mT, kept), sums
+
+
+def _end_back(update: Update, kept: Any, gate: Any, dout: Any, dp: Any, dgate: Any) -> Any:
+    """Write the cotangents of the last projection and of a gate of its output, by torch's products.
+
+    Return the cotangent of the projection's input.
+    """
+    w, N = update.weights, update.N
+    weight = w.p_out_weight.to(update.dtype)
+    flat, rows = dp.flatten(0, 1), kept.flatten(0, 1)[:, : update.H]
+    if update.output:
+        value = update.new(*dout.shape)
+        product(False, torch.mm, rows, weight.T, out=value.flatten(0, 2))
+        if w.p_out_bias is not None:
+            value += w.p_out_bias
+        given = dp.view(dout.shape)
+        torch.mul(dout, gate, out=given)
+        value *= given
+        torch.addcmul(value, value, gate, value=-1, out=dgate[:, :, :N])
+        dgate[:, :, N:] = 0
+    elif dp.data_ptr() != dout.data_ptr():
+        dp.copy_(dout.view(dp.shape))
+    dkept = update.new(*rows.shape)
+    product(False, torch.mm, flat, weight, out=dkept)
+    return dkept
 
 
 def _finish_back_by_halves(
@@ -484,6 +521,7 @@ def _launch_finish_back(
     width: int,
     halves: tuple[Any, ...] = (None,) * 5,
     steps: tuple[int, ...] = (0,) * 3,
+    dkept: Any = None,
 ) -> Any:
     """Launch `finish_back`; return sums for the norm's weight and bias."""
     (B, L, N, C), H = dout.shape, update.H
@@ -496,7 +534,7 @@ def _launch_finish_back(
     tensors = o, gate, dout, scaling, w.norm_out_weight, w.norm_out_bias
     tensors += w.p_out_weight, w.p_out_bias
     halved = Halved.of(update, (w.p_out_weight,))
-    tensors += do, dgate, dp, kept, sums, halved.halves, halved.scales, *halves
+    tensors += do, dgate, dp, kept, sums, halved.halves, halved.scales, *halves, dkept
     numbers = L, N, update.pitch, o.stride(1), do.stride(0), halved.lo, *steps
     how = {"stages": 2, "limited": not update.halved}
     launch(kernels.finish_back, programs, tensors, numbers, constants, **how)

@@ -9,6 +9,7 @@ import torch
 from fusedops.trimul.op import Weights
 from gpukern.launch import power, processors
 from gpukern.products import Halves
+from gpukern.tape import product
 from gpukern.trimul import kernels
 from gpukern.trimul.plan import (
     ALL,
@@ -117,6 +118,9 @@ def project(
     rows, lines = B * L * N, B * L
     many = rows >= MANY
     w = update.weights if weights is None else weights
+    if update.apart:
+        _project_apart(update, x, mask, w, sides, logits, gate)
+        return
     p_w, p_b, g_w, g_b = (
         (None, None, None, None)
         if sides is None
@@ -170,6 +174,48 @@ def project(
     numbers += halved.lo, kept_lo, sides_lo
     how = {"warps": warps, "stages": stages, "limited": not update.halved}
     launch(kernels.project, programs * parts, tensors, numbers, constants, **how)
+
+
+def _project_apart(
+    update: Update, x: Any, mask: Any, w: Weights, sides: Any, logits: Any, gate: Any
+) -> None:
+    """Do the same by products of torch's, which read normalized rows."""
+    B, L, N, C = x.shape
+    kept = normalized(update, x)[..., :C].flatten(1, 2)
+
+    def planes(weight: Any, to: Any) -> None:
+        """Write a product with the rows of each half of a weight for each member's planes."""
+        halves = weight.to(update.dtype).unflatten(0, (len(to), -1))
+        for b, rows in enumerate(kept):
+            own = to.unflatten(1, (B, -1))[:, b].flatten(2)
+            product(False, torch.bmm, halves, rows.mT.expand(len(to), -1, -1), out=own)
+
+    if sides is not None:
+        logits = update.new(*sides.shape) if logits is None else logits
+        planes(w.p_in_weight, sides)
+        planes(w.g_in_weight, logits)
+        BM, BH = min(64, power(N, 16)), min(32, power(2 * update.H, 16))
+        H = sides.shape[1] // B
+        parts = ceil(2 * H, BH)
+        numbers = L, N, update.pitch, *sides.stride()[:2], *logits.stride()[:2], *strides_of(mask)
+        constants = H, parts, BM, BH, update.types.float, *update.place
+        tensors = sides, logits, mask, w.p_in_bias, w.g_in_bias
+        programs = B * L * ceil(N, BM) * parts
+        launch(kernels.open_sides, programs, tensors, numbers, constants)
+    if gate is None:
+        return
+    weight, bias = w.g_out_weight.to(update.dtype), w.g_out_bias
+    if update.output:
+        found = gate if N == update.pitch else update.new(B, L, update.pitch, update.G)
+        by_row = weight.T.expand(B, -1, -1)
+        product(False, torch.bmm, kept, by_row, out=found.flatten(1, 2))
+    else:
+        planes(weight, gate.flatten(0, 1)[None])
+        found = gate
+        bias = None if bias is None else bias[:, None, None]
+    if bias is not None:
+        found += bias
+    torch.sigmoid(found[:, :, :N] if update.output else found, out=gate)
 
 
 def _tile(update: Update, ready: bool, logging: bool) -> Tile:
@@ -269,6 +315,19 @@ def triangles(update: Update, b: slice, o: Any, scale: float = 1.0) -> None:
         multiply(update, sides, scales, o, h, scale)
 
 
+def end_rows(update: Update, o: Any, gate: Any, shift: int) -> Any:
+    """Return rows of the last projection's input, with a column of ones."""
+    (B, H, L, N), w = o.shape, update.weights
+    BH, width = power(H, 16), up(H + 1)
+    BM = min(max(16, 4096 // BH), power(N, 16))
+    kept = update.new(B, L * N, width)
+    tensors = o, None if update.output else gate, w.norm_out_weight, w.norm_out_bias, kept
+    numbers = L, N, update.pitch, o.stride(1), shift
+    constants = update.eps, H, width, BM, BH, update.types.float, True, *update.place
+    launch(kernels.end_rows, B * L * ceil(N, BM), tensors, numbers, constants)
+    return kept
+
+
 def finish(update: Update, o: Any, gate: Any, out: Any, shift: int) -> None:
     """Write the output: o, given times a power of two, normalized, gated and projected."""
     B, L, N, C = out.shape
@@ -288,6 +347,17 @@ def finish(update: Update, o: Any, gate: Any, out: Any, shift: int) -> None:
         constants += update.types.dot, update.long
         programs = processors(out.device)
         launch(hopper.finish, programs, tensors, numbers, constants, warps=way.warps)
+    elif update.apart:
+        kept = end_rows(update, o, gate, shift).flatten(0, 1)[:, : update.H]
+        found = result if result.dtype == update.dtype else update.new(*out.shape)
+        found_rows, weight = found.flatten(0, 2), w.p_out_weight.to(update.dtype)
+        product(False, torch.mm, kept, weight.T, out=found_rows)
+        if w.p_out_bias is not None:
+            found_rows += w.p_out_bias
+        if update.output:
+            found *= gate
+        if found is not result:
+            result.copy_(found)
     else:
         BH = power(update.H, 16)
         rows = (4096 if update.small else 8192) // BH

@@ -480,6 +480,38 @@ def project(
                         tl.store(gate + at, tl.trans(value), mask=inside)
 
 
+def open_sides(
+    sides, logits, mask, p_b, g_b, L, N, pitch, half, plane, logits_half, logits_plane,
+    mask_b, mask_i, mask_j,
+    H: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
+    FLOAT: tl.constexpr, LONG: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Overwrite projections by left and right, and add biases to their gates' logits.
+
+    A program takes one of PARTS blocks of channels.
+    """
+    program = tl.program_id(0) // PARTS
+    batch, i, _, j, live, there = _place(program, L, N, pitch, BM, LONG, ALIGNED)
+    first = tl.program_id(0) % PARTS * BH
+    h = first + tl.arange(0, BH)
+    side = sides + _side(h, batch, i, H, half, plane, pitch, LONG)[:, None] + j[None, :]
+    of = _side(h, batch, i, H, logits_half, logits_plane, pitch, LONG)[:, None]
+    logit = logits + of + j[None, :]
+    inside = (h < 2 * H)[:, None] & there[None, :]
+    p = tl.load(side, mask=inside, other=0.0)
+    g = tl.load(logit, mask=inside, other=0.0)
+    if p_b is not None:
+        p += _bias(p_b, first, 2 * H, BH, FLOAT)[:, None]
+    if g_b is not None:
+        g += _bias(g_b, first, 2 * H, BH, FLOAT)[:, None]
+        tl.store(logit, g, mask=inside)
+    p *= _sigmoid(g, False)
+    if mask is not None:
+        m = tl.load(mask + batch * mask_b + i * mask_i + j * mask_j, mask=live, other=0.0)
+        p *= m.to(FLOAT)[None, :]
+    tl.store(side, tl.where(live[None, :], p, 0.0), mask=inside)
+
+
 @triton.jit
 def _given(h, batch, i, N, H: tl.constexpr, plane, LONG: tl.constexpr, ALIGNED: tl.constexpr):
     """Return where lines (b, h, i) of planes without gaps begin."""
@@ -487,6 +519,25 @@ def _given(h, batch, i, N, H: tl.constexpr, plane, LONG: tl.constexpr, ALIGNED: 
         N = N // 8 * 8
         plane = plane // 8 * 8
     return (batch.to(LONG) * H + h) * plane + i.to(LONG) * N
+
+
+def end_rows(
+    o, gate, w, b, kept, L, N, pitch, plane, shift,
+    EPS: tl.constexpr, H: tl.constexpr, KEPT: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
+    FLOAT: tl.constexpr, EXACT: tl.constexpr, LONG: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Write the last projection's input: o, normalized, and times a gate of its channels."""
+    batch, i, row, j, live, there = _place(tl.program_id(0), L, N, pitch, BM, LONG, ALIGNED)
+    h = tl.arange(0, BH)
+    at = _given(h, batch, i, N, H, plane, LONG, ALIGNED)[:, None] + j[None, :]
+    eps = tl.exp2((2 * shift).to(tl.float32)).to(FLOAT) * EPS
+    _, _, on = _normalized(o, w, b, at, live, eps, H, BH, FLOAT, EXACT)
+    if gate is not None:
+        at = _plane(h, batch, i, H, L * pitch, pitch, LONG)[:, None] + j[None, :]
+        on *= tl.load(gate + at, mask=(h < H)[:, None] & there[None, :], other=0.0)
+    to = kept + (row + j)[:, None] * KEPT
+    tl.store(to + h[None, :], tl.trans(on), mask=live[:, None] & (h < H)[None, :])
+    _add_one(to, live, live, H, KEPT, BM)
 
 
 def finish(
@@ -548,7 +599,7 @@ def finish(
 
 def finish_back(
     o, gate, dout, scaling, w, b, p_w, p_b, do, dgate, dp, kept, sums, halves, scales,
-    dout_most, gate_scales, reciprocals, do_most, by_bias,
+    dout_most, gate_scales, reciprocals, do_most, by_bias, dkept,
     L, N, pitch, plane, do_plane, halves_lo, dgate_lo, dp_lo, kept_lo,
     EPS: tl.constexpr, C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, OUTPUT: tl.constexpr,
     KEPT: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
@@ -558,6 +609,8 @@ def finish_back(
     """Write the cotangents of o, of the last gate's logits, and of the last projection.
 
     Write also the projection's input (`kept`), and sums over rows for the norm's weight and bias.
+    With the cotangent of that input (`dkept`), all that is of the projection, or of a gate of its
+    output, is already written.
 
     With the bits of the largest magnitudes of o's cotangents by channel (`do_most`), which it
     raises, all that it writes but these cotangents are halves: of the gate's logits, planes by
@@ -589,7 +642,10 @@ def finish_back(
     else:
         left = tl.trans(on.to(DOT))
         don = tl.zeros((BH, BM), FLOAT)
-    for block in range((C + BN - 1) // BN):
+    if dkept is not None:
+        own = live[:, None] & (h < H)[None, :]
+        don += tl.trans(tl.load(dkept + (row + j)[:, None] * H + h[None, :], mask=own, other=0.0))
+    for block in range((C + BN - 1) // BN if dkept is None else 0):
         c = block * BN + tl.arange(0, BN)
         within = live[:, None] & (c < C)[None, :]
         at_c = (row + j)[:, None] * C + c[None, :]
@@ -655,11 +711,12 @@ def finish_back(
             tl.store(dgate + place + h[None, :], tl.trans(dopen.to(DOT)), mask=across)
         don = don * opened
         projected = on * opened
-    to = kept + (row + j)[:, None] * KEPT + h[None, :]
     if BY_HALVES:
+        to = kept + (row + j)[:, None] * KEPT + h[None, :]
         own = live[:, None] & (h < KEPT)[None, :]
         _store_halves(to, kept_lo, projected * by_kept, own, True)
-    else:
+    elif dkept is None:
+        to = kept + (row + j)[:, None] * KEPT + h[None, :]
         own = live[:, None] & (h < H)[None, :]
         tl.store(to, tl.trans(projected.to(DOT)), mask=own)
         _add_one(kept + (row + j)[:, None] * KEPT, live, live, H, KEPT, BM)
@@ -999,8 +1056,10 @@ POINTERS = {
     normalize: ("x", "kept"),
     row_bounds: (),
     project: ("x", "p_w", "g_w", "o_w", "sides", "logits", "gate", "kept", "halves"),
+    open_sides: ("sides", "logits"),
+    end_rows: ("o", "gate", "kept"),
     finish: ("o", "gate", "p_w", "out", "halves"),
-    finish_back: ("o", "gate", "dout", "p_w", "do", "dgate", "dp", "kept", "halves"),
+    finish_back: ("o", "gate", "dout", "p_w", "do", "dgate", "dp", "kept", "halves", "dkept"),
     sides_back: ("dsides", "sides", "logits"),
     norm_back: ("x", "dxn", "dx"),
     through_norm: (),

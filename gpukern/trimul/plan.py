@@ -196,8 +196,11 @@ class Update:
         # Whether products of float32 are made of halves.
         self.halved = self.emulated and not (self.few or self.small)
         self.halved_sides = self.halved and repay(x.device, self.H, *[self.N] * 3, ready=True)
+        # Whether torch multiplies float32 itself, between kernels of ours. That takes memory.
+        exact_float32 = self.dtype == torch.float32 and not self.fast
+        self.apart = exact_float32 and not (self.few or self.limit)
         # Whether our own kernel makes the products.
-        self.ours = self.few or self.dtype == torch.float32
+        self.ours = self.few or (self.dtype == torch.float32 and not self.apart)
         # The interpreter's products know no bfloat16.
         narrow = self.dtype == torch.bfloat16 and not x.is_cuda
         dot = tl.float32 if narrow else _TYPES[self.dtype]
@@ -209,7 +212,7 @@ class Update:
         self.long = tl.int64 if size >> 31 else tl.int32
         self.place = Place(self.long, self.N % 8 == 0)
         # Whether the gate may lie where the output will: each element is read before it is written.
-        self.in_out = self.output and x.dtype == self.dtype
+        self.in_out = self.output and x.dtype == self.dtype and not self.apart
         # Hopper's kernels take planes without gaps, and products of 16 bits.
         self.on_hopper = is_hopper(x.device) and self.N % 8 == 0 and self.dtype.itemsize == 2
 

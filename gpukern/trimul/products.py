@@ -14,6 +14,7 @@ import torch
 from gpukern.launch import processors
 from gpukern.precision import EMULATED
 from gpukern.products import Halves, in_vectors, multiply_halves, repay, split, unit_of
+from gpukern.tape import product
 from gpukern.trimul import kernels
 from gpukern.trimul.plan import Update, ceil, launch, up
 
@@ -53,7 +54,9 @@ def products(
     """Write products of batches of matrices, or add them to `out`."""
     if not update.ours:
         if out.dtype == update.dtype:
-            torch.baddbmm(out, a, b, beta=float(add), alpha=scale, out=out)
+            tf32 = False if update.apart else None
+            how = {"beta": float(add), "alpha": scale, "out": out}
+            product(tf32, torch.baddbmm, out, a, b, **how)
         elif a.is_cuda:
             torch.baddbmm(out, a, b, out.dtype, beta=float(add), alpha=scale, out=out)
         else:
@@ -140,7 +143,7 @@ def sum_of_halves(update: Update, left: Halves, right: Halves) -> Any:
 
 
 def _widened(update: Update, a: Any, b: Any) -> Any:
-    if update.ours:
+    if update.ours or update.apart:
         out = update.new(len(a), a.shape[1], b.shape[2], dtype=torch.float32)
         products(update, a, b, out)
         return out

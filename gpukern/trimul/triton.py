@@ -19,6 +19,9 @@ lines of o at a time. In products of halves, all kernels write their results as 
 that follow from weights, mask and largest cotangents; only the cotangent of o is split after it is
 written.
 
+Where float32 is multiplied itself, torch makes all products of many rows, from rows that kernels
+normalized and for kernels that open gates (`open_sides`, `end_rows`).
+
 On Hopper, many rows with products of 16 bits have kernels of their own: hopper.py and
 hopper_wide.py for the forward, hopper_backward.py for a backward that keeps no logits. Its
 `project_back` goes all the way from the cotangents of left and right to the cotangent of x, and
