@@ -86,7 +86,8 @@ peer-tests: .venv/with-fairchem/done .venv/with-torchref/done .venv/with-transfo
 		"$(CURDIR)/.venv/with-fairchem/bin/python" -c "$$REGISTERED" fairchem -m "not gpu" -p no:cacheprovider \
 		tests/core/models/uma/test_escn_md.py tests/core/models/uma/test_escn_mole.py \
 		tests/core/models/uma/nn/test_so2_layers.py tests/core/models/uma/nn/test_embedding.py)
-	cd .venv && with-torchref/bin/python -m pytest -c ../pyproject.toml ../tests/test_compat_torchref.py
+	cd .venv && with-torchref/bin/python -m pytest -c ../pyproject.toml \
+		../tests/test_compat_torchref.py ../tests/test_compat_torchref_start.py
 	[ -z "$(TORCHREF_TESTS)" ] || (cd "$(TORCHREF_TESTS)" && \
 		"$(CURDIR)/.venv/with-torchref/bin/python" -c "$$REGISTERED" torchref -m "not gpu" -p no:cacheprovider \
 		tests/unit/structure_factor tests/unit/base/test_canonical_sphere_cpu.py \

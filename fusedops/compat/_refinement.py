@@ -5,12 +5,8 @@ A method returns NotImplemented where our op can't serve the call; TorchRef's ow
 
 from __future__ import annotations
 
-import functools
-import importlib
-import inspect
 import math
 import sys
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +18,6 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedops import crystal
-from fusedops.compat import _replays
 from fusedops.geometry import Restraints, geometry_nll
 from fusedops.planarity import Planes, planarity_nll
 
@@ -33,7 +28,8 @@ def asked_for_torch() -> bool:
     return bool(getattr(theirs, "force_portable", lambda: False)())
 
 
-def _unserved() -> bool:
+def unserved() -> bool:
+    """Return whether a call is TorchRef's own."""
     return asked_for_torch() or torch.compiler.is_compiling()
 
 
@@ -64,7 +60,7 @@ class _Kept:
         ):
             self.result = compute()
             self.inputs, self.states = inputs, states
-            self.used = not _keeps()
+            self.used = not keeps()
             self.differs = grad or not isinstance(self.result, torch.Tensor)
             if isinstance(self.result, torch.Tensor) and self.result.requires_grad:
                 self.result.register_hook(_Use(self))
@@ -85,7 +81,8 @@ class _Use:
             kept.used = True
 
 
-def _keeps() -> bool:
+def keeps() -> bool:
+    """Return whether TorchRef keeps results, as it does by default."""
     return bool(sys.modules["torchref.config"].get_caching_enabled())
 
 
@@ -99,7 +96,7 @@ def map_to_structure_factors(
 ) -> Any:
     """Return structure factors by a real transform, whose operations take no pass over the map."""
     real, cell = density_map.ndim == 3 and not density_map.is_complex(), engine.fractional_matrix
-    if _unserved() or not real or hkl.is_floating_point() or cell is None or cell.requires_grad:
+    if unserved() or not real or hkl.is_floating_point() or cell is None or cell.requires_grad:
         return NotImplemented
     shape = tuple(density_map.shape)
     key = shape, engine.ctx.crystal_key, apply_symmetry, str(density_map.device), hkl._version
@@ -185,7 +182,7 @@ _OF_HYDROGENS = ("idx_i", "idx_j", "symop_idx", "cell_offset", "min_dist", "weig
 def _nlls(target: Any) -> Any:
     """Return the six values of a model's geometry from one pass over it, or NotImplemented."""
     model, restraints = target.model, target.restraints
-    if _unserved() or restraints is None or model.cell is None or model.spacegroup is None:
+    if unserved() or restraints is None or model.cell is None or model.spacegroup is None:
         return NotImplemented
     if any([restraints.restraints.get("vdw", {}).get(name) is None for name in _OF_CONTACTS]):
         return NotImplemented
@@ -324,7 +321,7 @@ def torsion(target: Any) -> Any:
 
 def planarity(target: Any) -> Any:
     """Return the planes' value, of planes that are laid out once."""
-    if _unserved():
+    if unserved():
         return NotImplemented
     planes = target.restraints.restraints.get("plane", {}).values()
     groups = [
@@ -345,7 +342,7 @@ def planarity(target: Any) -> Any:
 def similarity(target: Any) -> Any:
     """Return the value of differences of B of bonded atoms, if all atoms are isotropic."""
     pairs, b = target._get_pair_indices(), target.model.adp()
-    if _unserved() or not len(pairs) or not target.model._aniso_is_empty:
+    if unserved() or not len(pairs) or not target.model._aniso_is_empty:
         return NotImplemented
     terms = _of_module.setdefault(target, _Terms())
 
@@ -361,7 +358,7 @@ def similarity(target: Any) -> Any:
 def locality(target: Any, recompute_neighbors: bool = False) -> Any:
     """Return the value of differences of ln B of neighbours, if all atoms are isotropic."""
     model = target.model
-    if _unserved() or recompute_neighbors or not model._aniso_is_empty:
+    if unserved() or recompute_neighbors or not model._aniso_is_empty:
         return NotImplemented
     b, near, distances = model.adp(), target._neighbor_indices, target._neighbor_distances
     if near is None or near.device != b.device or not near.numel():
@@ -380,7 +377,7 @@ def locality(target: Any, recompute_neighbors: bool = False) -> Any:
 
 def statistics(targets: Any) -> Any:
     """Return the statistics of targets, made once for the same atoms."""
-    if _unserved() or targets.model is None or targets.restraints is None:
+    if unserved() or targets.model is None or targets.restraints is None:
         return NotImplemented
     groups = [x for kind in targets.restraints.restraints.values() for x in kind.values()]
     inputs = [*targets.parameters(), *targets.buffers(), targets.restraints.h_topo]
@@ -469,7 +466,7 @@ def scaled(scaler: Any, fcalc: Any, f_sol_override: Any = None) -> Any:
     """Return scaled structure factors of all reflections, with solvent."""
     parts = (getattr(scaler, name, None) for name in ("c_iso", "U", "solvent"))
     if (
-        _unserved()
+        unserved()
         or f_sol_override is not None
         or fcalc.shape != scaler.bins.shape
         or not fcalc.is_complex()
@@ -504,7 +501,7 @@ def solvent_mask(solvent: Any) -> Any:
     """
     model = solvent.model
     xyz, group = model.xyz(), model.fft.spacegroup
-    if _unserved() or not xyz.is_cpu or solvent.verbose > 1:
+    if unserved() or not xyz.is_cpu or solvent.verbose > 1:
         return NotImplemented
     from torchref.scaling.solvent import _voxel_offsets_within, half_voxel_diagonal
 
@@ -565,34 +562,9 @@ def _folded(mask: np.ndarray, margin: int) -> np.ndarray:
     return mask
 
 
-class _Modifications(dict[str, Any]):
-    """TorchRef's modifications of monomers by name, each read when it is asked for."""
-
-    def get(self, name: str, default: Any = None) -> Any:
-        if name not in self:
-            # TorchRef's reader parses all blocks of its library, some hundred; a model needs three.
-            theirs = vars(importlib.import_module("torchref.topology.monomer.modifications"))
-            block = f"mod_{name}"
-            blocks = {
-                key: of for key, of in theirs["read_library_blocks"]().items() if key == block
-            }
-            scope = {**theirs, "read_library_blocks": lambda: blocks}
-            reader = inspect.unwrap(theirs["read_mod_definitions"])
-            self.update(types.FunctionType(reader.__code__, scope)())
-        return super().get(name, default)
-
-
-@functools.cache
-def read_mod_definitions() -> dict[str, Any]:
-    """Return TorchRef's modifications of monomers."""
-    return _Modifications()
-
-
 _GEOMETRY = "torchref.refinement.targets.geometry"
 #: Methods by the module and class that have them, with the names of their arguments.
 METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "LossState.run": ("torchref.refinement.loss_state", _replays.run),
-    "LossState.aggregate": ("torchref.refinement.loss_state", _replays.aggregate),
     "ReflectionSubset.mask": ("torchref.io.datasets.reflection_data", mask),
     "SfFFT._splat": ("torchref.model.sf_fft", splat),
     "SfFFT.map_to_structure_factors": ("torchref.model.sf_fft", map_to_structure_factors),

@@ -1,8 +1,9 @@
 """TorchRef's losses by CUDA graphs while an optimizer runs: replays, which the host only starts.
 
 An optimizer asks for the loss some dozen times, and changes nothing but its parameters between. The
-first evaluation is TorchRef's own: it fills the caches of all that follows from other tensors. The
-second is captured, gradients included, and replayed from then on.
+first evaluation is TorchRef's own: it makes all that is kept for later ones. The next is captured,
+gradients included, and replayed from then on. Losses of a new kind are evaluated once more before,
+to see whether the host waits for the GPU, which no graph holds.
 """
 
 from __future__ import annotations
@@ -10,74 +11,142 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import fusedops._frame.needs_torch  # noqa: F401
 
 import torch
 
+from fusedops.compat._refinement import keeps, unserved
+
+#: Kinds of losses, and whether a graph holds them.
+_held: dict[Any, bool] = {}
+
 
 class _Evaluations:
     """The evaluations of a loss while one optimizer runs."""
 
-    refused = False
-
-    def __init__(self, state: Any, parameters: list[Any]) -> None:
-        self.state, self.parameters, self.turn = state, parameters, 0
+    def __init__(self, state: Any, optimizer: Any) -> None:
+        self.state, self.groups = state, optimizer.param_groups
+        # A loss that outlives the run holds this list, and not the graph.
+        self.turn = [0]
         self.forget()
 
     def forget(self) -> None:
-        """Drop the graph: a call without gradients replaces results that the graph reads."""
+        """Drop the graph: a call without gradients replaces results that it reads."""
         self.setting: Any = None
         self.versions: list[int] = []
         self.graph: Any = None
+        self.total: Any = None
+        self.losses: dict[str, Any] = {}
+        self.gradients: Any = ()
 
     def loss(self) -> Any:
-        """Return the loss by a graph, or NotImplemented for an evaluation that TorchRef serves."""
-        leaves = [p for p in self.parameters if p.requires_grad]
-        weights = {name: self.state.get_effective_weight(name) for name in self.state.targets}
-        setting = weights, list(self.state.targets.values()), [p.data_ptr() for p in leaves]
-        versions = [p._version for p in leaves]
-        if self.refused or setting != self.setting:
+        """Return the loss, or NotImplemented for an evaluation that TorchRef serves."""
+        state, targets = self.state, self.state.targets
+        leaves = [p for group in self.groups for p in group["params"] if p.requires_grad]
+        weights = {name: state.get_effective_weight(name) for name in targets}
+        places = [(p.device, p.data_ptr()) for p in leaves]
+        setting = weights, list(targets.values()), places
+        kind = tuple([(name, type(target).__qualname__) for name, target in targets.items()])
+        kind += tuple([p.shape for p in leaves])
+        before, versions = self.versions, [p._version for p in leaves]
+        self.versions = versions
+        if setting != self.setting:
             self.forget()
             self.setting, self.versions = setting, versions
             return NotImplemented
         if self.graph is None:
-            # TorchRef's caches would serve results for a parameter that has not changed since.
-            if any([new == old for new, old in zip(versions, self.versions, strict=True)]):
+            # TorchRef keeps results of a parameter that hasn't changed since. The gradient of a
+            # parameter with hooks would pass through them twice.
+            stays = any([new == old for new, old in zip(versions, before, strict=True)])
+            if stays or _held.get(kind) is False or any([p._backward_hooks for p in leaves]):
                 return NotImplemented
-            try:
-                self._capture(leaves, weights)
-            except RuntimeError as error:
-                _Evaluations.refused = True
-                warnings.warn(
-                    f"LossState: losses are evaluated without a CUDA graph from now on: {error}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-                return NotImplemented
-        return _Replay.apply(self, *leaves)
+            # All is made anew: one target may replace what another one reads.
+            state.reset_caches()
+            if kind not in _held:
+                _held[kind] = self._is_held(leaves, weights)
+            else:
+                try:
+                    self._capture(leaves, weights)
+                except BaseException as error:
+                    _held[kind] = False
+                    self._discard(leaves)
+                    if not isinstance(error, RuntimeError):
+                        raise
+                    _tell(f"capturing failed: {error}")
+                    return NotImplemented
+        if self.graph is not None:
+            self.graph.replay()
+        self.turn[0] += 1
+        state._losses.clear()
+        state._losses.update(self.losses)
+        return _Loss.apply(self, *leaves)
+
+    def _evaluate(self, leaves: list[Any], weights: dict[str, float]) -> None:
+        """Evaluate the loss, its terms and its gradients."""
+        dtype, targets = sys.modules["torchref.config"].get_float_dtype(), self.state.targets
+        total = torch.zeros((), dtype=dtype, device=leaves[0].device)
+        losses = {name: targets[name]() for name, weight in weights.items() if weight != 0.0}
+        for name, loss in losses.items():
+            total = total + weights[name] * loss
+        self.gradients = torch.autograd.grad(total, leaves, allow_unused=True)
+        self.total = total.detach()
+        self.losses = {name: loss.detach() for name, loss in losses.items()}
+
+    def _is_held(self, leaves: list[Any], weights: dict[str, float]) -> bool:
+        """Evaluate the loss, and return whether the host didn't wait for the GPU."""
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                self._evaluate(leaves, weights)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        waits = False
+        for one in caught:
+            if "synchronizing CUDA operation" in str(one.message):
+                waits = True
+            else:
+                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+        if waits:
+            _tell("the host waits for the GPU in one of them")
+        return not waits
 
     def _capture(self, leaves: list[Any], weights: dict[str, float]) -> None:
-        state, dtype = self.state, sys.modules["torchref.config"].get_float_dtype()
         graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(leaves[0].device)
         aside, keeper = _pool(leaves[0].device)
         aside.wait_stream(here)
         _renew(leaves)
         with torch.cuda.stream(aside):
-            graph.capture_begin(keeper.pool())
+            graph.capture_begin(keeper.pool(), capture_error_mode="thread_local")
             try:
-                total = torch.zeros((), dtype=dtype, device=leaves[0].device)
-                losses = {name: state.targets[name]() for name, w in weights.items() if w != 0.0}
-                for name, loss in losses.items():
-                    total = total + weights[name] * loss
-                self.gradients = torch.autograd.grad(total, leaves, allow_unused=True)
+                self._evaluate(leaves, weights)
             finally:
                 graph.capture_end()
         here.wait_stream(aside)
         _renew(leaves)
-        self.graph, self.total = graph, total.detach()
-        self.losses = {name: loss.detach() for name, loss in losses.items()}
+        self.graph = graph
+
+    def _discard(self, leaves: list[Any]) -> None:
+        """Let nobody keep results of a capture that failed, which were never computed."""
+        self.forget()
+        self.state.reset_caches()
+        _pool.cache_clear()
+        with torch.no_grad():
+            for leaf in leaves:
+                leaf.mul_(1)
+        _renew(leaves)
+
+
+def _tell(why: str) -> None:
+    warnings.warn(
+        f"LossState: such losses are evaluated without a CUDA graph: {why}",
+        RuntimeWarning,
+        stacklevel=4,
+    )
 
 
 def _renew(leaves: list[Any]) -> None:
@@ -97,14 +166,12 @@ def _pool(device: Any) -> tuple[Any, Any]:
     return stream, graph
 
 
-class _Replay(torch.autograd.Function):
+class _Loss(torch.autograd.Function):
+    """A loss whose gradients are there."""
+
     @staticmethod
     def forward(ctx: Any, of: _Evaluations, *leaves: Any) -> Any:
-        of.graph.replay()
-        of.turn += 1
-        of.state._losses.clear()
-        of.state._losses.update(of.losses)
-        ctx.of, ctx.turn, ctx.gradients = of, of.turn, of.gradients
+        ctx.now, ctx.turn, ctx.gradients = of.turn, of.turn[0], of.gradients
         return of.total.clone()
 
     @staticmethod
@@ -114,7 +181,7 @@ class _Replay(torch.autograd.Function):
                 "LossState.aggregate: a loss by a CUDA graph has no second derivatives; call "
                 "fusedops.compat.torchref.unregister() for them"
             )
-        if ctx.turn != ctx.of.turn:
+        if ctx.turn != ctx.now[0]:
             raise RuntimeError(
                 "LossState.aggregate: backward of a loss before the last; its gradients are gone, "
                 "as a later evaluation took their place"
@@ -122,7 +189,8 @@ class _Replay(torch.autograd.Function):
         return None, *[None if dx is None else dx * dy for dx in ctx.gradients]
 
 
-# By the id of a LossState, which has no hash, while an optimizer runs.
+# By the id of a LossState, which has no hash, while an optimizer runs. Graphs share memory, so only
+# one optimizer at a time has them.
 _running: dict[int, _Evaluations] = {}
 
 
@@ -135,19 +203,30 @@ def run(
     context: str = "loss_state.step",
 ) -> Any:
     """Run an optimizer, whose closure asks for losses by `aggregate`."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if id(state) in _running or not parameters or not all([p.is_cuda for p in parameters]):
+    devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+    served = len(devices) == 1 and devices.pop().type == "cuda" and keeps() and not unserved()
+    # An optimizer that runs within another one's step has other parameters.
+    outer = _running.pop(id(state), None)
+    if outer is None and (_running or not served):
         return NotImplemented
     theirs: Any = sys.modules["torchref.refinement.loss_state"].LossState.run
-    _running[id(state)] = _Evaluations(state, parameters)
+    if outer is None:
+        _running[id(state)] = _Evaluations(state, optimizer)
     try:
-        return theirs.theirs(state, optimizer, log, nsteps, context=context)
+        return getattr(theirs, "theirs", theirs)(state, optimizer, log, nsteps, context=context)
     finally:
-        del _running[id(state)]
+        if outer is None:
+            _running.pop(id(state)).forget()
+        else:
+            outer.forget()
+            _running[id(state)] = outer
 
 
 def aggregate(state: Any, log_values: bool = False) -> Any:
-    """Return the weighted sum of losses, of a running optimizer's by a graph."""
+    """Return the weighted sum of losses, of a running optimizer's by a graph.
+
+    The terms in ``_losses`` have no gradients then, and change with the next evaluation.
+    """
     evaluations = _running.get(id(state))
     if evaluations is None:
         return NotImplemented
@@ -155,3 +234,9 @@ def aggregate(state: Any, log_values: bool = False) -> Any:
         evaluations.forget()
         return NotImplemented
     return evaluations.loss()
+
+
+METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "LossState.run": ("torchref.refinement.loss_state", run),
+    "LossState.aggregate": ("torchref.refinement.loss_state", aggregate),
+}

@@ -2,7 +2,8 @@
 
 TorchRef looks functions up in their modules whenever it calls them. `register` puts ours there,
 with the arguments of the installed version: planes for 0.5.1 to 0.7, densities for 0.6.0 to 0.7,
-and the scatter for 0.5. Of 0.7 it also replaces methods, by those in ``_refinement.py``.
+and the scatter for 0.5. Of 0.7 it also replaces the functions and methods in ``_refinement.py``,
+``_replays.py`` and ``_start.py``.
 """
 
 from __future__ import annotations
@@ -27,11 +28,8 @@ from fusedops._frame.bridge.tensors import unwrapped
 from fusedops._frame.check import traced
 from fusedops._frame.torch_private import private
 from fusedops._swaps import Swap, release_of, start, stop
-from fusedops.compat._refinement import (
-    METHODS,
-    asked_for_torch,
-    read_mod_definitions,  # noqa: F401 - served by its name
-)
+from fusedops.compat import _refinement, _replays, _start
+from fusedops.compat._refinement import asked_for_torch
 from fusedops.density import Lattice, atom_radius, gaussian_density
 from fusedops.density.op import COMPONENTS, LEAST_WIDTH, OnBad, gaussian_matrices
 from fusedops.planarity import planarity_nll
@@ -251,8 +249,9 @@ FUNCTIONS = {
     "build_electron_density": (f"{DENSITY}.main", DENSITY),
     "_do_structured_scatter": (f"{DENSITY}.main",),
     "_get_cpp_scatter": (f"{DENSITY}.main",),
-    "read_mod_definitions": ("torchref.topology.templates",),
 }
+#: Of TorchRef 0.7, by the module, and the class in it, that has a function.
+METHODS = {**_refinement.METHODS, **_replays.METHODS, **_start.METHODS}
 _lock = threading.Lock()
 
 
@@ -300,8 +299,10 @@ def register() -> None:
     In TorchRef 0.7 the targets of bonds, angles, torsions, chiral volumes and contacts, the latter
     with riding hydrogens, are the values of one call of `fusedops.geometry_nll`, kept while the
     atoms stay. Targets with other parameters than TorchRef's defaults stay TorchRef's. Scales, the
-    solvent mask on the CPU, B restraints and statistics are served too. On a GPU an optimizer's run
-    evaluates its losses by a CUDA graph, which has no second derivatives.
+    solvent mask on the CPU, B restraints and statistics are served too, and the start before the
+    refinement: tables of monomers, links and riding hydrogens are TorchRef's, made in less time.
+    On a GPU an optimizer's run evaluates its losses by a CUDA graph, which has no second
+    derivatives.
 
     Examples
     --------
@@ -317,7 +318,7 @@ def register() -> None:
             if theirs and "radius_angstrom" not in inspect.signature(theirs).parameters:
                 places[name] = theirs, found
         for name in METHODS if release_of("torchref") == (0, 7) else ():
-            owner = _class_of(name)
+            owner = _owner_of(name)
             if owner is not None:
                 places[name] = getattr(owner, name.rpartition(".")[2]), [owner]
         for swap in start("torchref", places):
@@ -331,18 +332,25 @@ def register() -> None:
                     setattr(owner, name, served)
 
 
-def _class_of(name: str) -> Any:
-    """Return the class of the installed TorchRef that has a method as ours, or None."""
+def _owner_of(name: str) -> Any:
+    """Return the installed TorchRef's class or module that has a function as ours, or None."""
     module, ours = METHODS[name]
-    owner, _, method = name.partition(".")
-    found = getattr(importlib.import_module(module), owner, None) if _has(module) else None
-    theirs = getattr(found, method, None)
+    owner = _class_in(importlib.import_module(module), name) if _has(module) else None
+    theirs = getattr(owner, name.rpartition(".")[2], None)
     if theirs is None:
         return None
     function = getattr(theirs, "theirs", theirs)
     function = getattr(function, "fget", function)
-    taken = list(inspect.signature(function).parameters)[1:]
-    return found if taken == list(inspect.signature(ours).parameters)[1:] else None
+    mine = inspect.isclass(owner)  # A method's first argument has another name.
+    taken = list(inspect.signature(function).parameters)[mine:]
+    parameters = [name for name in inspect.signature(ours).parameters if name != "theirs"]
+    return owner if taken == parameters[mine:] else None
+
+
+def _class_in(module: Any, name: str) -> Any:
+    """Return the class of a method's name, or the module of a function's."""
+    owner = name.rpartition(".")[0]
+    return getattr(module, owner, None) if owner else module
 
 
 class _Property(property):
@@ -352,15 +360,17 @@ class _Property(property):
 
 
 def _method(swap: Swap, theirs: Any) -> Any:
-    """Return our method in the place of TorchRef's, which serves the calls that ours can't."""
+    """Return our function in the place of TorchRef's, which serves the calls that ours can't."""
     ours = METHODS[swap.name][1]
+    if "theirs" in inspect.signature(ours).parameters:
+        ours = functools.partial(ours, theirs=theirs)
     function = getattr(theirs, "fget", theirs)
 
     @functools.wraps(function)
-    def serve(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = ours(self, *args, **kwargs)
+    def serve(*args: Any, **kwargs: Any) -> Any:
+        found = ours(*args, **kwargs)
         if found is NotImplemented:
-            return function(self, *args, **kwargs)
+            return function(*args, **kwargs)
         swap.count()
         return found
 
@@ -388,14 +398,14 @@ def unregister() -> None:
     """
     with _lock:
         stop("torchref")
+        _replays._pool.cache_clear()
         for name, modules in FUNCTIONS.items():
             for module in filter(None, map(sys.modules.get, modules)):
                 theirs = getattr(getattr(module, name, None), "theirs", None)
                 if theirs is not None:
                     setattr(module, name, theirs)
         for name, (place, _) in METHODS.items():
-            owner, _, method = name.partition(".")
-            of = getattr(sys.modules.get(place), owner, None)
-            theirs = getattr(getattr(of, method, None), "theirs", None)
+            owner, function = _class_in(sys.modules.get(place), name), name.rpartition(".")[2]
+            theirs = getattr(getattr(owner, function, None), "theirs", None)
             if theirs is not None:
-                setattr(of, method, theirs)
+                setattr(owner, function, theirs)
