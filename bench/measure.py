@@ -475,7 +475,7 @@ def _finite(errors: dict[str, float] | None) -> dict[str, float | None] | None:
 
 
 def _row(who: str, how: str, what: str, **values: Any) -> dict[str, Any]:
-    row = dict.fromkeys((*report.OF_PROBLEM, *report.OF_CONTESTANT, "work", *report.COLUMNS))
+    row = dict.fromkeys(report.ROW)
     row |= {"who": who, "how": how, "pass": what, "ours": False, "computes": True}
     return row | values
 

@@ -1,8 +1,8 @@
 """Results in files, in words, and beside an earlier run's.
 
-In memory a report has a dict for every row. In a file a row is a line of `columns`, its pass the
-place in a list of `passes`; a line before it has the values of its problem and contestant that
-differ from those of the row above.
+In memory a report has a dict for every row. In a file a row is a line of `columns`; a line before
+it has the values of its problem and contestant that differ from the row above. Passes and
+contestants are places in the lists `passes` and `contestants`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bench.timing import GRAPH, TORCH, noisy
 from fusedops.structure import replacing
 
 #: The version of the files' form, which every file states.
-SCHEMA = 3
+SCHEMA = 4
 
 #: The names of a row's values in its line, and of the others, which precede the first such row.
 COLUMNS = (
@@ -28,12 +28,15 @@ COLUMNS = (
     "refused",
 )
 OF_PROBLEM = ("workload", "size", "shape", "dtype", "threads", "error_of")
-OF_CONTESTANT = ("who", "how", "ours", "computes", "error")
+OF_CONTESTANT = ("who", "how", "ours", "computes")
+ROW = ("op", *OF_PROBLEM, *OF_CONTESTANT, "error", "work", *COLUMNS)
 #: The names of the numbers of an error, and of the work of a pass.
 ERROR, WORK = ("value", "gradient"), ("bytes", "flops", "exps", "floor_ms")
 
-#: The digits of numbers in files; all others have five, or more if three would be others.
-DIGITS = {"error": 2, "quartiles_ms": 3, "work": 4, "over_empty": 4, "share": 4}
+#: The digits of numbers in files, or more if three would be others. All others have five, so that
+#: no two times become one.
+DIGITS = {"error": 2, "quartiles_ms": 3}
+DIGITS |= dict.fromkeys(("peak_MB", "host_ms", "over_empty", "alone_ms", "share", "work"), 4)
 
 #: Times of equal runs differ by this factor: other processes and memory layout change them.
 ALWAYS = 1.05
@@ -70,27 +73,40 @@ def loads(content: bytes, name: str) -> dict[str, Any]:
         raise ReportError(f"{name}: no JSON: {error}") from None
     if not (
         isinstance(report, dict)
-        # In files of the version before, rows name their passes.
+        # In files of the version before, rows name their contestants.
         and report.get("schema") in (SCHEMA - 1, SCHEMA)
         and {"device", "ops"} <= report.keys()
         and isinstance(report["ops"], dict)
     ):
         raise ReportError(f"{name}: no result of fusedops bench, schema {SCHEMA}")
-    for op, block in report["ops"].items():
-        rows, about = [], {"op": op}
-        for line in block["cases"]:
-            if isinstance(line, dict):
-                about = about | line
-                continue
-            row = about | dict(zip_longest(report["columns"], line))
-            if report["schema"] == SCHEMA:
-                row["pass"] = report["passes"][row["pass"]]
-            work, errors = about["work"].get(row["pass"]), row["error"]
-            row["work"] = work and dict(zip(WORK, work, strict=True))
-            row["error"] = errors and dict(zip(ERROR, errors, strict=False))
-            rows.append(row)
-        block |= {**report["runs"][block.pop("run")], "cases": rows}
-    return {"schema": SCHEMA, "device": report["device"], "ops": report["ops"]}
+    try:
+        ops = {op: _block(op, block, report) for op, block in report["ops"].items()}
+    except KeyError as missing:
+        raise ReportError(f"{name}: has no {missing}") from None
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise ReportError(f"{name}: broken: {error}") from None
+    return {"schema": SCHEMA, "device": report["device"], "ops": ops}
+
+
+def _block(op: str, block: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
+    """Return an op's results in memory, from those in its file."""
+    rows: list[dict[str, Any]] = []
+    about: dict[str, Any] = {"op": op}
+    for line in block["cases"]:
+        if isinstance(line, dict):
+            about = about | line
+            continue
+        row = about | dict(zip_longest(report["columns"], line))
+        row["pass"] = report["passes"][row["pass"]]
+        if report["schema"] == SCHEMA:
+            who = report["contestants"][row.pop("contestant")]
+            row |= dict(zip(OF_CONTESTANT, who, strict=True))
+        work, errors = row["work"].get(row["pass"]), row["error"]
+        row["work"] = work and dict(zip(WORK, work, strict=True))
+        row["error"] = errors and dict(zip(ERROR, errors, strict=False))
+        rows.append({name: row[name] for name in ROW})
+    rest = {name: each for name, each in block.items() if name != "run"}
+    return {**rest, **report["runs"][block["run"]], "cases": rows}
 
 
 def start(path: Path | None, device: str) -> dict[str, Any]:
@@ -120,8 +136,9 @@ def _compact(report: dict[str, Any]) -> dict[str, Any]:
     """Return a report as its file has it."""
     ops, runs = {}, []
     passes = list(dict.fromkeys(row["pass"] for row in cases(report)))
+    everyone = list(dict.fromkeys(map(_contestant, cases(report))))
     for op, block in report["ops"].items():
-        run = {name: block[name] for name in ("machine", "rates") if name in block}
+        run = {"machine": block["machine"]} if "machine" in block else {}
         if run not in runs:
             runs.append(run)
         lines: list[dict[str, Any] | list[Any]] = []
@@ -129,10 +146,11 @@ def _compact(report: dict[str, Any]) -> dict[str, Any]:
         for _, problem in groupby(block["cases"], partial(_some, names=OF_PROBLEM)):
             rows = list(problem)
             work = {row["pass"]: [*row["work"].values()] for row in rows if row.get("work")}
-            contestants = list(dict.fromkeys((row["who"], row["how"]) for row in rows))
-            for row in sorted(rows, key=lambda row: contestants.index((row["who"], row["how"]))):
-                about = _some(row, (*OF_PROBLEM, *OF_CONTESTANT)) | {"work": work}
-                about["error"] = about["error"] and [*about["error"].values()]
+            order = list(dict.fromkeys(map(_contestant, rows)))
+            for row in sorted(rows, key=lambda row: order.index(_contestant(row))):
+                error = row.get("error") and [*row["error"].values()]
+                who = everyone.index(_contestant(row))
+                about = _some(row, OF_PROBLEM) | {"contestant": who, "error": error, "work": work}
                 about = _rounded(about)
                 if changed := {n: x for n, x in about.items() if n not in before or before[n] != x}:
                     lines.append(changed)
@@ -140,7 +158,12 @@ def _compact(report: dict[str, Any]) -> dict[str, Any]:
                 before = about
         rest = {name: each for name, each in block.items() if name not in run}
         ops[op] = {"run": runs.index(run), **rest, "cases": lines}
-    return {**report, "ops": ops, "columns": COLUMNS, "passes": passes, "runs": runs}
+    report = report | {"ops": ops, "columns": COLUMNS, "passes": passes}
+    return report | {"contestants": everyone, "runs": runs}
+
+
+def _contestant(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in OF_CONTESTANT)
 
 
 def _some(row: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:

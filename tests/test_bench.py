@@ -785,6 +785,43 @@ def test_a_file_that_is_read_and_written_is_the_same(tmp_path, name):
     assert again.read_bytes() == tracked.read_bytes()
 
 
+def test_a_file_of_the_version_before_is_read():
+    tracked = benches.ROOT / "bench/results/cpu.json"
+    old = json.loads(tracked.read_text()) | {"schema": report.SCHEMA - 1}
+    for block in old["ops"].values():
+        for line in block["cases"]:
+            if isinstance(line, dict) and "contestant" in line:
+                who = old["contestants"][line.pop("contestant")]
+                line |= dict(zip(("who", "how", "ours", "computes"), who, strict=True))
+    del old["contestants"]
+    assert report.loads(json.dumps(old).encode(), "old") == report.read(tracked)
+
+
+@pytest.mark.parametrize(
+    ("place", "names"),
+    [
+        (lambda file: file, ("columns", "passes", "contestants", "runs")),
+        (lambda file: file["ops"]["dynamic_conv"], ("run", "cases")),
+        (
+            lambda file: file["ops"]["dynamic_conv"]["cases"][0],
+            ("workload", "contestant", "error", "work"),
+        ),
+    ],
+    ids=["file", "op", "case"],
+)
+def test_a_file_without_a_key_is_refused(tmp_path, place, names):
+    report.save(tmp_path / "x.json", rows_of(("cython", 0.9, 1.0, 1.1)))
+    content = (tmp_path / "x.json").read_text()
+    for name in names:
+        file = json.loads(content)
+        del place(file)[name]
+        with pytest.raises(report.ReportError, match=f"has no '{name}'"):
+            report.loads(json.dumps(file).encode(), "x.json")
+    file = json.loads(content) | {"passes": []}
+    with pytest.raises(report.ReportError, match=r"x.json: broken: list index out of range"):
+        report.loads(json.dumps(file).encode(), "x.json")
+
+
 def test_numbers_of_a_file_have_the_digits_that_are_shown(tmp_path):
     given = rows_of(("cython", 1.0949, 1.23496789, 2.0), ("numba", 1.0, 2.34567891, 3.0))
     given["ops"]["dynamic_conv"]["cases"][0] |= {"error": {"value": 1.2345e-8, "gradient": None}}

@@ -269,7 +269,7 @@ bench --json /dev/full | /dev/full: is no regular file
 bench --json text.json | text.json: no JSON
 bench --from list.json | list.json: no result of fusedops bench
 bench --from ops.json | ops.json: no result of fusedops bench
-bench --from old.json | old.json: no result of fusedops bench, schema 3
+bench --from old.json | old.json: no result of fusedops bench, schema 4
 bench --from none.json | none.json: No such file or directory
 bench --from good.json --compare taken.pdb | taken.pdb: Is a directory
 bench --from good.json --json x.json | --json x.json: --from measures
