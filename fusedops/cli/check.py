@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,8 @@ from fusedops._frame import registry
 from fusedops.cli import common, tables
 from fusedops.testing import errors_of
 
+HEADINGS = ("op", "backend", "with", "why not", "value", "gradient", "of allowed", "s", "")
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     common.add_choice(parser)
@@ -29,43 +30,27 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.device == "cuda":
         common.needs_gpu()
-    found, backends = fusedops.info().backends, asked(args.device, args.backend)
-    absent = {each.name: why for each in backends if (why := found[each.name].why_not)}
-    usable = [backend for backend in backends if backend.name not in absent]
-    shown = []
+    usable: list[registry.Backend] = []
+    absent: list[tables.Row] = []
+    for backend in registry.BACKENDS:
+        names = args.backend or [backend.name]
+        if backend.name not in names or args.device not in (None, device_of(backend)):
+            continue
+        if why := fusedops.info().backends[backend.name].why_not:
+            absent.append((["every op", backend.name, "", why, "", "", "", "", "-"], "dim"))
+        else:
+            usable.append(backend)
+    rows: list[tables.Row] = []
     with common.progress("checking", len(calls()) * len(usable)) as advance:
-        for row in rows(usable):
-            shown.append(row)
+        for (op, examples), backend in itertools.product(calls().items(), usable):
+            rows.append(checked(op, examples, backend))
             advance()
-    show(shown, absent)
-    if not shown:
+    tables.show("Errors against the reference, relative", HEADINGS, [*rows, *absent], right=5)
+    if not rows:
         raise common.CommandError("nothing could be checked: see the reasons above")
-    failed, count = sum(bool(row.why) for row in shown), len(shown)
+    failed, count = tables.failures(rows), len(rows)
     print(f"{failed} OF {count} CHECKS FAILED." if failed else f"All {count} checks passed.")
     return 1 if failed else 0
-
-
-@dataclass
-class Row:
-    """The result of checking an op on a backend; `why` says why it failed.
-
-    `where` has the frameworks and their dtypes, `errors` the largest errors in all runs, and
-    `share` is the largest part of a tolerance.
-    """
-
-    op: str
-    backend: str
-    why: str = ""
-    where: dict[str, list[str]] = field(default_factory=dict)
-    errors: dict[str, float] = field(default_factory=dict)
-    share: float = 0.0
-    seconds: float = 0.0
-
-
-def asked(device: str | None, names: Sequence[str] | None) -> list[registry.Backend]:
-    """Return the backends of a device, or of all, that are named, or all."""
-    found = (each for each in registry.BACKENDS if device in (None, device_of(each)))
-    return [backend for backend in found if not names or backend.name in names]
 
 
 def device_of(backend: registry.Backend) -> str:
@@ -73,71 +58,49 @@ def device_of(backend: registry.Backend) -> str:
     return "cuda" if backend.name == "triton" else "cpu"
 
 
-def rows(backends: Sequence[registry.Backend]) -> Iterator[Row]:
-    """Yield a row for every op on some backends, which can be used here.
+def checked(op: Any, examples: Sequence[Example], backend: registry.Backend) -> tables.Row:
+    """Return the row of an op on a backend: the largest errors of its examples, and of tolerances.
 
-    The examples of each op run forward and with their gradients, with NumPy arrays and, if torch is
-    installed, with tensors. They run in float64 too unless that needs a compilation.
+    The examples run forward and with their gradients, in all frameworks and dtypes.
     """
-    has_torch = not registry.import_error("torch")
-    for (op, examples), backend in itertools.product(calls().items(), backends):
-        start = time.perf_counter()
-        row = _checked(op, examples, backend, has_torch)
-        row.seconds = time.perf_counter() - start
-        yield row
-
-
-def _checked(op: Any, examples: list[Example], backend: registry.Backend, has_torch: bool) -> Row:
-    row = Row(op.__name__, backend.name)
-    for framework, dtype in _ways(op, backend, has_torch):
-        row.where.setdefault(framework, []).append(dtype)
-        for example in examples:
-            try:
-                # A division by zero shows in the error, so NumPy's warning is not needed.
-                with np.errstate(all="ignore"):
-                    _, errors = compared(example.problem("large"), backend, framework, dtype)
-            except Exception as error:  # every error belongs into the table
-                row.why = f"{example}: {type(error).__name__}: {error}".partition("\n")[0]
-                return row
-            for name, off in errors.items():
-                share = off / example.tolerance(dtype)
-                row.errors[name] = max(off, row.errors.get(name, 0.0))
-                row.share = max(share, row.share)
-                if not share <= 1:
-                    row.why = f"{example}, {framework} {dtype}: {name} off by {off:.1e}"
-    return row
+    start, ways, why, share = time.perf_counter(), _ways(op, backend), "", 0.0
+    errors: dict[str, float] = {}
+    each = [(framework, dtype) for framework, dtypes in ways.items() for dtype in dtypes]
+    try:
+        for (framework, dtype), example in itertools.product(each, examples):
+            # A division by zero shows in the error, so NumPy's warning is not needed.
+            with np.errstate(all="ignore"):
+                _, found = compared(example.problem("large"), backend, framework, dtype)
+            for name, off in found.items():
+                part = off / example.tolerance(dtype)
+                errors[name], share = max(off, errors.get(name, 0.0)), max(part, share)
+                if not part <= 1:
+                    why = f"{example}, {framework} {dtype}: {name} off by {off:.1e}"
+    except Exception as error:  # every error belongs into the table
+        why = f"{example}: {type(error).__name__}: {error}".partition("\n")[0]
+    where = "; ".join(f"{name} {' '.join(dtypes)}" for name, dtypes in ways.items())
+    cells = [op.__name__, backend.name, where.replace("float", "f"), why]
+    cells += [f"{errors[k]:.0e}" if k in errors else "" for k in ("value", "gradient")]
+    cells += [f"{share:.0%}", f"{time.perf_counter() - start:.1f}", "FAILED" if why else "ok"]
+    return cells, "red" if why else None
 
 
 def compared(
     exact: Problem, backend: registry.Backend, framework: str, dtype: str
 ) -> tuple[Problem, dict[str, float]]:
     """Return a problem with a framework's arrays, and the errors of its values and gradients."""
-    given = exact.astype(dtype) if framework == "numpy" else exact.to(device_of(backend), dtype)
+    given = exact.to(device_of(backend), dtype) if framework == "torch" else exact.astype(dtype)
     return given, errors_of(
         exact, given, given.cotangents, lambda call, back: steps_of(call, backend.name, back)
     )
 
 
-def _ways(op: Any, backend: registry.Backend, has_torch: bool) -> list[tuple[str, str]]:
-    """Return the frameworks and dtypes to check a backend with."""
+def _ways(op: Any, backend: registry.Backend) -> dict[str, list[str]]:
+    """Return the dtypes to check a backend in, by framework."""
     compiles = backend.name in ("numba", "triton")
     dtypes = ["float32"] if compiles else ["float32", "float64"]
-    frameworks = ["numpy"] * (backend.speaks == "numpy") + ["torch"] * has_torch
-    ways = [(framework, dtype) for framework in frameworks for dtype in dtypes]
-    narrow = has_torch and op.primitive.sixteen_bits and backend.name != "numba"
-    return [*ways, ("torch", "bfloat16")] if narrow else ways
-
-
-def show(rows: list[Row], absent: Mapping[Any, str]) -> None:
-    """Print a table; a backend that is absent, for a reason, gets one line."""
-    headings = ("op", "backend", "with", "why not", "value", "gradient", "of allowed", "s", "")
-    lines: list[tables.Row] = []
-    for row in rows:
-        where = "; ".join(f"{name} {' '.join(dtypes)}" for name, dtypes in row.where.items())
-        cells = [row.op, row.backend, where.replace("numpy", "NumPy").replace("float", "f")]
-        errors = (f"{row.errors[k]:.0e}" if k in row.errors else "" for k in ("value", "gradient"))
-        cells += [row.why, *errors, f"{row.share:.0%}", f"{row.seconds:.1f}"]
-        lines.append(([*cells, "FAILED"], "red") if row.why else ([*cells, "ok"], None))
-    for backend, why in absent.items():
-        lines.append((["every op", backend, "", why, "", "", "", "", "-"], "dim"))
-    tables.show("Errors against the reference, relative", headings, lines, right=5)
+    ways = {"NumPy": dtypes} if backend.speaks == "numpy" else {}
+    if not registry.import_error("torch"):
+        narrow = op.primitive.sixteen_bits and backend.name != "numba"
+        ways["torch"] = [*dtypes, *["bfloat16"] * narrow]
+    return ways
