@@ -214,10 +214,11 @@ class TestTheCommand:
         code, text, err = run("x.pdb", "--out", "x.ccp4", "--spacing", 0.8)
         assert (code, err) == (0, "")
         lines = text.splitlines()
-        assert lines[0].startswith("4 atoms, 1 charged ones as neutral, up to 5 Å far, B + 25.9 Å²")
-        assert lines[1].startswith("cell of P 1 21 1, 12.00 x 14.00 x 10.00 Å: ")
-        assert "MB of memory" in lines[1]
-        assert "e/Å³" in lines[2]
+        assert lines[0] == "4 atoms (1 charged ones as neutral), X-rays, unit e/Å³"
+        assert lines[1] == "spacing 0.8 Å, blur 25.9385 Å², radius 5 Å at most"
+        assert lines[2].startswith("cell of P 1 21 1, 12.00 x 14.00 x 10.00 Å: ")
+        assert lines[2].endswith("MB of memory")
+        assert " electrons in all, by " in lines[3]
         assert lines[-1] == "wrote x.ccp4"
 
     def test_the_file_holds_what_the_op_returns(self, told, load):
@@ -553,8 +554,8 @@ class TestPicture:
             (contour,) = (c for c in panel.collections if isinstance(c, QuadContourSet))
             levels = rho.mean() + np.array([1, 2, 3]) * rho.std()
             np.testing.assert_allclose(contour.levels, levels, rtol=1e-4)
-        assert "Å²" not in figure.get_suptitle()
-        assert "x.pdb, X-rays: voxels of 0.5 Å" in figure.get_suptitle()
+        title = "x.pdb, X-rays; spacing 0.5 Å, blur 0 Å², radius 4.5 Å at most"
+        assert figure.get_suptitle() == title
         # The plane of voxels that is nearest to 9 Å.
         assert [panel.get_title() for panel in panels] == ["b = 8.9 Å", "c = 5.0 Å"]
 

@@ -11,7 +11,6 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -37,15 +36,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     sampling("--spacing", type=number(0.01, 100, "Å"), metavar="Å", help=help)
     help = "take grid, cell, extent and origin of this CCP4 map, and print the correlation with it"
     sampling("--like", metavar="MAP", help=help)
-    help = "make the spacing a third of this, as gemmi does; --blur follows from the spacing. "
-    help += "Also the resolution of --mtz"
+    help = "make the spacing a third of this, as gemmi does; also the resolution of --mtz"
     option("--resolution", type=number(0.1, 100, "Å"), metavar="Å", help=help)
     help = "form factors for electron scattering (cryo-EM) instead of X-rays"
     option("--electron", action="store_true", help=help)
     help = "radius of all atoms (default: by --n-sigma)"
     reach("--radius", type=number(0.1, 100, "Å"), metavar="Å", help=help)
-    help = "radius in standard deviations of an atom's widest Gaussian, at least 2 Å "
-    help += "(default: %(default)s)"
+    help = "radius in σ of an atom's widest Gaussian, at least 2 Å (default: %(default)s)"
     reach("--n-sigma", type=number(0.1, 100), metavar="S", default=4.0, help=help)
     help = "make a box with this margin around the atoms, even if the file has a cell "
     help += "(default without a cell, and the least allowed: the largest radius of an atom)"
@@ -104,10 +101,21 @@ def run(args: argparse.Namespace) -> int:
         "available_bytes": maps.available_memory(),
         "seconds": seconds,
     }
-    for line in _about(report, raised=args.blur is None):
+    name = "stdin" if args.file == "-" else os.path.basename(args.file)
+    neutral = f" ({atoms.charged} charged ones as neutral)" if atoms.charged else ""
+    lines = [
+        f"fusedops {fusedops.__version__} density",
+        f"model {name}",
+        f"{len(atoms.xyz)} atoms{neutral}, {kind}, unit {unit}",
+        f"spacing {spacing:.4g} Å, blur {blur:.6g} Å², radius {reach:g} Å at most",
+    ]
+    place = f"cell of {grid.spacegroup.xhm()}" if grid.spacegroup else "box"
+    edges = " x ".join(f"{edge:.2f}" for edge in grid.cell.parameters[:3])
+    voxels = f"{' x '.join(map(str, shape))} voxels, {grid.memory / 1e6:,.1f} MB of memory"
+    for line in (*lines[2:], f"{place}, {edges} Å: {voxels}"):
         say(line)
 
-    parts = min(10, math.ceil(report["atoms"] / _STEP))
+    parts = min(10, math.ceil(len(atoms.xyz) / _STEP))
     backend = common.forced_backend(args.backend)
     options = {"radius": args.radius, "n_sigma": args.n_sigma, "backend": backend, "parts": parts}
     with common.progress("placing atoms", parts) as advance, timed(seconds, "density"):
@@ -117,13 +125,6 @@ def run(args: argparse.Namespace) -> int:
     least, largest = float(rho.min()), float(rho.max())
     if not math.isfinite(largest - least):
         raise CommandError(f"{args.file}: the density of its occupancies is too large for 32 bits")
-    name = "stdin" if args.file == "-" else os.path.basename(args.file)
-    lines = [
-        f"fusedops {fusedops.__version__} density",
-        f"model {name}",
-        f"{report['atoms']} atoms, {kind}, unit {unit}",
-        f"spacing {spacing:.4g} Å, blur {blur:.6g} Å², radius {reach:g} Å at most",
-    ]
     mapfiles.set_labels(ccp4, lines)
     with timed(seconds, "write"):
         maps.write_map(args.out, ccp4)
@@ -143,8 +144,10 @@ def run(args: argparse.Namespace) -> int:
         report |= {"mtz": args.mtz, "resolution_angstrom": limit, "reflections": found}
         say(f"{found} reflections to {limit:.4g} Å")
     if args.picture:
-        title = _title(dict(structure.gemmi.info).get("_entry.id") or name, report)
+        entry = dict(structure.gemmi.info).get("_entry.id") or name
+        entry = "".join(letter if letter.isprintable() else "?" for letter in entry[:40])
         with timed(seconds, "picture"):
+            title = f"{entry}, {kind}; {lines[-1]}"
             pictures.draw_slices(args.picture, shown, rho, cuts, unit, title)
         report |= {"picture": args.picture}
     say(common.times(seconds))
@@ -197,11 +200,9 @@ def _planned(
     radius = atoms.radius(args.n_sigma)
     least, reach = (args.radius or float(end) for end in (radius.min(), radius.max()))
     if spacing > least / 3:
-        option = f"--like {args.like}: spacing" if target else "--spacing"
         raise CommandError(
-            f"{option} {spacing:g}: voxels so far apart don't sample atoms, which reach {least:g} "
-            f"Å; it should be at most {math.floor(100 * least / 3) / 100:g}, a third of that, or "
-            "--radius larger"
+            f"{args.like or args.file}: spacing {spacing:g}: atoms reach {least:g} Å; it should be "
+            f"at most {math.floor(100 * least / 3) / 100:g}, a third of that, or --radius larger"
         )
     margin = reach if args.margin is None else args.margin
     if target:
@@ -209,20 +210,15 @@ def _planned(
     elif args.margin is None and maps.unit_cell(structure):
         grid = maps.crystal_grid(structure, spacing)
     elif margin < reach:
-        raise CommandError(
-            f"--margin {margin:g}: atoms reach {reach:g} Å; it should be at least that, or "
-            "--radius smaller"
-        )
+        should = f"atoms reach {reach:g} Å; it should be at least that, or --radius smaller"
+        raise CommandError(f"--margin {margin:g}: {should}")
     else:
         grid = maps.box_grid(atoms.xyz, spacing, margin)
     voxels = math.prod(grid.shape)
     if voxels > args.max_voxels and not target:
-        option = "--spacing" if args.spacing or not args.resolution else "--resolution"
         raise CommandError(
-            f"{option} {args.spacing or args.resolution or spacing:g}: the map has "
-            f"{voxels:,} voxels, more than --max-voxels {args.max_voxels:,}, and needs "
-            f"{grid.memory / 1e9:.1f} GB of memory; {option} should be larger, or --max-voxels "
-            f"{voxels}"
+            f"--max-voxels {args.max_voxels}: the map has {voxels}, which need "
+            f"{grid.memory / 1e9:.1f} GB of memory; it should be larger, or the spacing"
         )
     if reach > grid.largest_radius:
         raise CommandError(
@@ -230,29 +226,3 @@ def _planned(
             f"{grid.largest_radius:.4g} Å; the spacing should be larger, or --radius smaller"
         )
     return grid, atoms, spacing, blur, reach
-
-
-def _about(report: dict[str, Any], raised: bool) -> Iterator[str]:
-    """Yield lines about the atoms, whose B may be `raised` to suit the voxels, and the grid."""
-    blur, available = report["blur_angstrom2"], report["available_bytes"]
-    neutral = f", {report['charged']} charged ones as neutral" if report["charged"] else ""
-    wider = f", B + {blur:.3g} Å² to suit the voxels" if blur and raised else ""
-    reach = report["largest_radius_angstrom"]
-    yield f"{report['atoms']} atoms{neutral}, up to {reach:g} Å far{wider}"
-    group = report["spacegroup"]
-    lengths = " x ".join(f"{edge:.2f}" for edge in report["cell"][:3])
-    there = "" if available is None else f" of {available / 1e6:,.0f} that are available"
-    yield (
-        f"{f'cell of {group}' if group else 'box'}, {lengths} Å: "
-        f"{' x '.join(map(str, report['shape']))} voxels, {report['memory_bytes'] / 1e6:,.1f} MB "
-        f"of memory{there}"
-    )
-
-
-def _title(entry: str, report: dict[str, Any]) -> str:
-    """Return one line about the map of an entry."""
-    entry = "".join(letter if letter.isprintable() else "?" for letter in entry)
-    entry = entry if len(entry) <= 40 else f"{entry[:39]}…"
-    blur = report["blur_angstrom2"]
-    title = f"{entry}, {report['form_factors']}: voxels of {report['spacing_angstrom']:.3g} Å"
-    return f"{title}, B + {blur:.3g} Å²" if blur else title
