@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import functools
 import io
 import os
 import sys
@@ -116,18 +117,12 @@ class _Stdout:
             stream.reconfigure(errors="backslashreplace")
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        found = getattr(self._stream, name)
+        return functools.partial(self._try, found) if name in ("write", "flush") else found
 
-    def write(self, text: str) -> int:
-        self._try(self._stream.write, text)
-        return len(text)
-
-    def flush(self) -> None:
-        self._try(self._stream.flush)
-
-    def _try(self, do: Callable[..., Any], *arguments: str) -> None:
+    def _try(self, do: Callable[..., Any], *arguments: str) -> Any:
         try:
-            do(*arguments)
+            return do(*arguments)
         except OSError as error:
             # At exit Python must not flush again, and complain.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
