@@ -252,6 +252,7 @@ def test_json_holds_everything(told, bent):
     report = told(bent)
     assert report["counts"] == {
         "planes": 103, "atoms": 683, "atoms_in_planes": 428, "waters": 81, "skipped": {},
+        "incomplete": [],
     }  # fmt: skip
     assert set(report["seconds"]) == {"read", "find_planes", "value_and_gradient"}
     assert report["backend"] == cli_backend()
@@ -310,6 +311,19 @@ def test_a_structure_without_planes(run, told, tmp_path):
     assert "rmsd" not in out
     assert "skipped           1 GOL: planes not known" in out
     assert told(path)["planes"] == []
+
+
+@pytest.mark.parametrize("count", [1, 22])
+def test_planes_that_lack_atoms_are_named(run, told, tmp_path, count):
+    """The ring of a phenylalanine needs more than CG; the text has 20 of them, the JSON all."""
+    atoms = "ATOM  {:5}  CG  PHE A{:4}    {:8.3f}   2.000   3.000  1.00  0.00           C\n"
+    path = tmp_path / "x.pdb"
+    path.write_text("".join(atoms.format(k, k, 9.0 * k) for k in range(1, count + 1)))
+    names = [f"A/PHE {k} ring" for k in range(1, count + 1)]
+    assert told(path)["counts"]["incomplete"] == names
+    more = ", 2 more (all with --json)" * (count > 20)
+    line = f"incomplete        {', '.join(names[:20])}{more}: atoms are missing; left out\n"
+    assert line in run(path)[1]
 
 
 class TestFlatten:

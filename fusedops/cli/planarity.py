@@ -91,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
             "atoms_in_planes": len(set().union(*(index.ravel() for index, _ in found.groups))),
             "waters": found.waters,
             "skipped": dict(found.skipped.most_common()),
+            "incomplete": found.incomplete,
         },
         "summary": scores,
         "nll": nll,
@@ -143,12 +144,11 @@ def _show(report: dict[str, Any], file: Any) -> None:
         above = "{planes_above_4_sigma} planes, {atoms_above_4_sigma} atoms"
         lines[f"above {LIMIT}σ"] = above.format(**summary)
     lines["waters"] = str(counts["waters"])
-    skipped = [f"{count} {name}" for name, count in counts["skipped"].items()]
-    if len(skipped) > 20:
-        skipped[20:] = [f"{len(skipped) - 20} more residue types (all with --json)"]
-    if skipped:
-        known = "planes not known; --restraints or --monomers may have them"
-        lines["skipped"] = f"{', '.join(skipped)}: {known}"
+    if counts["skipped"]:
+        kinds = _some([f"{count} {name}" for name, count in counts["skipped"].items()])
+        lines["skipped"] = f"{kinds}: planes not known; --restraints or --monomers may have them"
+    if counts["incomplete"]:
+        lines["incomplete"] = f"{_some(counts['incomplete'])}: atoms are missing; left out"
     lines["NLL"] = "{nll:.2f}, {fit} fit, by {backend}".format(**report)
     lines["time"] = common.times(report["seconds"])
     if flat:
@@ -159,3 +159,9 @@ def _show(report: dict[str, Any], file: Any) -> None:
         ).format(**flat)
     for name, text in lines.items():
         tables.write(f"{name:18}{text}", " " * 18, file)
+
+
+def _some(names: list[str]) -> str:
+    """Return the first names, and how many more there are."""
+    more = [f"{len(names) - 20} more (all with --json)"] if len(names) > 20 else []
+    return ", ".join(names[:20] + more)
