@@ -215,18 +215,18 @@ def anisotropic(request):
     return request.param
 
 
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
+@pytest.fixture(autouse=True, scope="session")
+def poison():
     """Let an output be NaN wherever no kernel writes it."""
     from fusedops._frame import primitive
 
-    monkeypatch.setattr(primitive, "poison", True)
+    primitive.poison = True
 
 
-@pytest.fixture(autouse=True)
-def no_columns(monkeypatch):
+@pytest.fixture(autouse=True, scope="session")
+def no_columns():
     """Let output be as wide as it is: pytest-xdist tells its workers of a terminal's width."""
-    monkeypatch.delenv("COLUMNS", raising=False)
+    os.environ.pop("COLUMNS", None)
 
 
 @pytest.fixture(autouse=True)
@@ -236,8 +236,10 @@ def torch_begins_anew():
     On small work several threads only wait for each other.
     """
     if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
-        sys.modules["torch"].set_num_threads(1)
+        torch = sys.modules["torch"]
+        # Without a GPU torch would note the stack of each seed for the day that there is one.
+        (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(0)
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="session")
