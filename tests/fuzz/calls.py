@@ -45,7 +45,7 @@ def family(examples: Iterable[Example]) -> Family:
         first.op.__name__,
         strategy,
         functools.partial(build, known),
-        ("size", 300),
+        ("size", 150),
         {"size": first.small},
         lambda more: (first.small[0] + more, *first.small[1:]),
     )

@@ -29,7 +29,7 @@ ROUNDS = 5
 KINDS = 100
 #: Bytes that all rounds but the first may take. A leak takes memory in every round;
 #: an allocator that reorganizes its heap takes it in one.
-BOUND = 2 << 20
+BOUND = 1 << 19
 
 
 def resident() -> int:

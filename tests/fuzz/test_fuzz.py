@@ -43,7 +43,7 @@ def test_it_finds_nothing_in_the_interpreter(name):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads memory the Linux way")
 @pytest.mark.parametrize("name", [f.name for f in campaign.FAMILIES.values() if f.growing])
 def test_calls_leave_no_memory_behind(name):
-    ledger = leaks([name], ["cython"], 500, say=lambda _: None)
+    ledger = leaks([name], ["cython"], 250, say=lambda _: None)
     expect_nothing(ledger)
 
 
