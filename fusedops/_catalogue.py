@@ -3,8 +3,8 @@
 A family's `cases` are calls of its primitives, for kernels on every backend; its `examples` are
 calls of its public ops, of several sizes, for the promises that all ops make; its `updates`, if it
 has any, are calls of ops that update an argument in place and have no gradient; its `arguments` are
-good arguments of everything public, for the errors of bad ones. The first case of a primitive is
-typical: tests that take long run it alone.
+good arguments of everything public, for the errors of bad ones; its `pictures`, if it has any, show
+what an op is for. The first case of a primitive is typical: tests that take long run it alone.
 """
 
 from __future__ import annotations
@@ -369,6 +369,14 @@ def calls() -> dict[Any, list[Example]]:
     for family in families():
         for each in [*family.examples(), *getattr(family, "updates", list)()]:
             found.setdefault(each.op, []).append(each)
+    return found
+
+
+def pictures() -> dict[str, Callable[[Any], None]]:
+    """Return functions that draw into a figure of Matplotlib, with titles for docstrings."""
+    found: dict[str, Callable[[Any], None]] = {}
+    for family in families():
+        found |= getattr(family, "pictures", {})
     return found
 
 

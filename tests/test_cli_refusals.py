@@ -429,7 +429,7 @@ class TestOutputs:
 
         monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
         monkeypatch.setattr("fusedops.cli.demo.calls", dict)
-        monkeypatch.setattr("fusedops.cli.demo.PICTURES", (lambda panel: None,))
+        monkeypatch.setattr("fusedops.cli.demo.pictures", lambda: {"nothing": lambda panel: None})
         args = ["density", "x.pdb", "--spacing", "2", "--out", "x.map"]
         for command in (["demo"], args):
             assert cli.main([*command, "--picture", "old.png"]) == 2

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fusedops
-from fusedops._catalogue import calls
+from fusedops._catalogue import calls, pictures
 from fusedops._frame import registry
 from fusedops.cli import demo
 from fusedops.wigner import wigner_d
@@ -23,7 +23,7 @@ def only(monkeypatch, *ops):
     """Let the demo be of some ops, and without pictures."""
     every = calls()
     monkeypatch.setattr(demo, "calls", lambda: {op: every[op] for op in ops})
-    monkeypatch.setattr(demo, "PICTURES", (lambda panel: None,))
+    monkeypatch.setattr(demo, "pictures", lambda: {"nothing": lambda panel: None})
     monkeypatch.setattr(demo, "ROUNDS", 1)
 
 
@@ -34,7 +34,7 @@ def test_demo_draws_and_agrees(folder, run, monkeypatch):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.iterdir())
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
     together = sizes.pop("picture.png")
-    assert set(sizes) == {f"picture-{picture.__name__}.png" for picture in demo.PICTURES}
+    assert set(sizes) == {f"picture-{name}.png" for name in pictures()}
     assert together > max(sizes.values())
     assert min(sizes.values()) > 20_000
     rows = {tuple(line.split()[:2]) for line in out.splitlines()}

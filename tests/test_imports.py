@@ -25,7 +25,7 @@ ROOMS = {
     **dict.fromkeys(("crystal", "distributed", "mapfiles", "maps", "nn", "pairs"), "library"),
     **dict.fromkeys(("flatness", "restraints", "samples", "scaling", "structure"), "library"),
     "testing": "library",
-    "_catalogue": "library",
+    **dict.fromkeys(("_catalogue", "_pictures"), "library"),
 }
 #: The rooms that each may import, besides itself.
 BELOW = {

@@ -9,6 +9,7 @@ import numpy as np
 
 import fusedops
 from fusedops._catalogue import Arguments, Case, Example, example
+from fusedops._pictures import show_taps
 from fusedops.conv.op import conv, conv_step, conv_vjp
 from fusedops.conv.plan import Sequences
 
@@ -246,3 +247,25 @@ def arguments() -> Arguments:
             "out": np.ones((1, 2)),
         },
     }
+
+
+def _draw(figure: Any) -> None:
+    """Kernels average the inputs that are similar to a token; a sequence begins after zeros"""
+    W, rng = 4, np.random.default_rng(1)
+    x = np.repeat([2.0, 4, 3, 5], [14, 12, 22, 16]) + rng.normal(scale=0.2, size=64)
+    inputs = np.lib.stride_tricks.sliding_window_view(np.pad(x, (W - 1, 0)), W)
+    kernels = np.exp(-0.5 * ((inputs - x[:, None]) / 0.4) ** 2)
+    kernels /= kernels.sum(1, keepdims=True)
+    tokens, sequences = x[None, :, None], fusedops.Sequences([0, 40, 64])
+    lines, taps = figure.subplots(2, sharex=True, height_ratios=(3, 1))
+    lines.plot(x, ".", color="0.6", label="tokens")
+    mean, dynamic = np.full((1, W), 1 / W), kernels[None, :, None]
+    for given, label in ((mean, "one kernel for all: the mean"), (dynamic, "dynamic kernels")):
+        out = fusedops.dynamic_conv(tokens, given, cu_seqlens=sequences).ravel()
+        # A NaN breaks the line between sequences.
+        lines.plot(*np.insert([np.arange(64.0), out], 40, np.nan, axis=1), label=label)
+    lines.legend(frameon=False)
+    show_taps(figure, taps, kernels.T, "token t")
+
+
+pictures = {"dynamic_conv": _draw}

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 import fusedops
+from fusedops import maps
 from fusedops._catalogue import Arguments, Case, Example, example
 from fusedops.density.op import density, density_vjp, density_vjp_vjp
 from fusedops.density.plan import Lattice
-from fusedops.samples import atoms_in
+from fusedops.samples import atoms_in, ubiquitin
 
 
 def cases() -> list[Case]:
@@ -151,3 +152,38 @@ def arguments() -> Arguments:
             "out": np.ones((4, 4, 4)),
         },
     }
+
+
+def _draw(figure: Any) -> None:
+    """Ubiquitin shaken by 0.2 Å (black), and where the gradient pulls its atoms (arrows)"""
+    structure = ubiquitin()
+    grid, atoms = maps.crystal_grid(structure, 2 / 3), maps.scattering_atoms(structure)
+    atoms = atoms.blurred(atoms.needed_blur(2 / 3))
+    shape, steps = grid.shape, np.diag(grid.matrix) / grid.shape
+    home = atoms.xyz % np.diag(grid.matrix)
+    moved = home + np.random.default_rng(5).normal(scale=0.2, size=home.shape)
+    rest = atoms.b, atoms.occupancy, atoms.amplitudes, atoms.widths, grid.matrix, shape
+    true = fusedops.gaussian_density(home, *rest, radius=2.5)
+    rho, pullback = fusedops.gaussian_density.vjp(moved, *rest, radius=2.5, wrt=("xyz",))
+    off = true - rho
+    pull = pullback(off)[0]
+    # The plane of voxels with the most atoms.
+    z = int(np.bincount(np.rint(home[:, 2] / steps[2]).astype(int)).argmax())
+    near = np.flatnonzero(abs(home[:, 2] - z * steps[2]) < 1.2)
+    lengths = np.linalg.norm(home[near, None] - home[near], axis=-1)
+    bonds = near[np.argwhere(np.triu(lengths < 1.95, 1))]
+    panel = figure.subplots()
+    x, y = np.arange(shape[0]) * steps[0], np.arange(shape[1]) * steps[1]
+    blue, red, green = "#5b8fc9", "#d0463b", "#2e9e5b"
+    for values, sigmas, inks in ((true, [2, 4, 6], [blue] * 3), (off, [-3, 3], [red, green])):
+        levels = values.std() * np.array(sigmas)
+        panel.contour(x, y, values[:, :, z].T, levels, colors=inks, linewidths=0.8)
+    for xyz, colour in ((home, "0.7"), (moved, "black")):
+        panel.plot(*xyz[bonds, :2].transpose(2, 1, 0), color=colour, linewidth=1.5)
+    panel.quiver(*moved[near, :2].T, *pull[near, :2].T, angles="xy", color="C1", width=0.003)
+    middle = np.median(home[near], axis=0)
+    panel.set(xlim=middle[0] + [-16, 16], ylim=middle[1] + [-9, 9], aspect="equal")
+    panel.set(xlabel="x, Å. Blue: the true density. Green: it is 3 σ above the model's; red: below")
+
+
+pictures = {"gaussian_density": _draw}

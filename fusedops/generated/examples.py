@@ -9,6 +9,7 @@ import numpy as np
 
 import fusedops
 from fusedops._catalogue import Arguments, Case, Example, example
+from fusedops._pictures import show_taps
 from fusedops.conv.plan import Sequences
 from fusedops.generated.op import generated as primitive
 from fusedops.generated.op import generated_vjp
@@ -122,3 +123,20 @@ def arguments() -> Arguments:
             "out": np.ones((1, 4, 2)),
         },
     }
+
+
+def _draw(figure: Any) -> None:
+    """A layer makes kernels that delay tokens as their hidden units say"""
+    delays = np.repeat([0, 3, 1, 2], 16)
+    x = np.random.default_rng(2).normal(size=(1, 64, 1))
+    hidden, weight = np.eye(4)[None, delays], np.eye(4)[::-1].copy()
+    lines, taps = figure.subplots(1, 2, width_ratios=(3, 1))
+    lines.plot(x.ravel(), color="0.6", label="tokens")
+    out = fusedops.dynamic_conv_generated(x, hidden, weight)
+    lines.plot(out.ravel(), ".-", label="delayed by 0, 3, 1 and 2 tokens")
+    lines.legend(frameon=False)
+    lines.set_xlabel("token t")
+    show_taps(figure, taps, weight, "hidden unit")
+
+
+pictures = {"dynamic_conv_generated": _draw}

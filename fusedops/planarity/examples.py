@@ -10,9 +10,11 @@ import numpy as np
 
 import fusedops
 from fusedops._catalogue import Arguments, Case, Example, example
+from fusedops._pictures import space
 from fusedops.planarity.op import gradient_vjp, nll
 from fusedops.planarity.plan import Planes
-from fusedops.samples import protein
+from fusedops.samples import protein, ubiquitin
+from fusedops.structure import planar_groups
 
 
 def _chain(rng: np.random.Generator) -> tuple[np.ndarray, list[Any]]:
@@ -125,3 +127,26 @@ def arguments() -> Arguments:
         fusedops.planarity_nll: given,
         fusedops.plane_deviations: given,
     }
+
+
+def _draw(figure: Any) -> None:
+    """Planar groups of ubiquitin, coloured by the Z of the worst atom"""
+    from mpl_toolkits.mplot3d.art3d import Poly3DCollection
+    from scipy.spatial import ConvexHull
+
+    structure = ubiquitin()
+    groups = planar_groups(structure).groups
+    deviations = fusedops.plane_deviations(structure.xyz, groups)
+    z = [abs(d).max(1) / sigma for d, (_, sigma) in zip(deviations, groups, strict=True)]
+    outlines = []
+    for points in (structure.xyz[plane] for indices, _ in groups for plane in indices):
+        off = points - points.mean(0)
+        outlines.append(points[ConvexHull(off @ np.linalg.svd(off)[2][:2].T).vertices])
+    faces = Poly3DCollection(outlines, array=np.concatenate(z), clim=(0, None), ec="0.3", lw=0.4)
+    panel = space(figure, np.concatenate(outlines))
+    # autolim would read Matplotlib's uninitialised padding of short polygons.
+    panel.add_collection3d(faces, autolim=False)
+    figure.colorbar(faces, ax=panel, shrink=0.6, label="Z")
+
+
+pictures = {"planarity": _draw}

@@ -117,3 +117,18 @@ def arguments() -> Arguments:
             "out": np.ones((2, 1, 1, 3)),
         },
     }
+
+
+def _draw(figure: Any) -> None:
+    """Cubes around points add up in a periodic map, here summed along z"""
+    wa, wbwc = cubes(np.random.default_rng(3), 30, (24, 24, 24), (9, 9, 9))
+    plan = fusedops.ScatterPlan(wa, wbwc, 24**3)
+    bell = np.exp(-(np.linspace(-2, 2, 9) ** 2))
+    cube = np.broadcast_to(bell[:, None, None] * bell[:, None] * bell, (30, 9, 9, 9)).copy()
+    total = fusedops.structured_scatter_add(cube, plan)
+    panel = figure.subplots()
+    figure.colorbar(panel.imshow(total.reshape(24, 24, 24).sum(2).T, origin="lower"), ax=panel)
+    panel.set(xlabel="x", ylabel="y")
+
+
+pictures = {"structured_scatter": _draw}

@@ -10,7 +10,7 @@ import numpy as np
 import fusedops
 from fusedops._catalogue import Arguments, Case, Example, example
 from fusedops.samples import convolved
-from fusedops.so2.op import gate, gate_vjp, gate_vjp_vjp, so2, so2_vjp
+from fusedops.so2.op import gate, gate_vjp, gate_vjp_vjp, orders, so2, so2_vjp
 from fusedops.wigner.rows import message_rows
 
 
@@ -148,3 +148,32 @@ def arguments() -> Arguments:
             "out": np.ones((3, 4, 2)),
         },
     }
+
+
+def _draw(figure: Any) -> None:
+    """Messages turned about their edges (points) give results turned alike (lines)"""
+    lmax, angles = 2, np.linspace(0, 2 * np.pi, 25)
+    given: dict[str, Any] = convolved(np.random.default_rng(0), 25, lmax, lmax, 3, 4, lmax * 4)
+
+    def turned(message: np.ndarray) -> np.ndarray:
+        """Return the first message, turned about its edge by all angles."""
+        out = np.repeat(message[:1], len(angles), 0)
+        for m, (rows, _) in enumerate(orders(lmax, lmax)[1:], 1):
+            plus, minus = np.split(out[:, rows], 2, axis=1)
+            phased = (plus + 1j * minus) * np.exp(1j * m * angles)[:, None, None]
+            plus[...], minus[...] = phased.real, phased.imag
+        return out
+
+    given |= {"message": turned(given["message"]), "radial": given["radial"][:1].repeat(25, 0)}
+    mixed, gates = fusedops.so2_convolution(**given, gate_channels=lmax * 4)
+    results = given["message"], fusedops.gate_activation(gates, mixed)
+    titles = "A message", "The convolution's result, gated"
+    for panel, result, title in zip(figure.subplots(1, 2), results, titles, strict=True):
+        for row, m in ((1, 0), (3, 1), (7, 2)):
+            panel.plot(angles, turned(result)[:, row, 0], color=f"C{m}", label=f"order {m}")
+            panel.plot(angles, result[:, row, 0], "o", color=f"C{m}", markersize=4)
+        panel.set(title=title, xlabel="turn about the edge, radians")
+    panel.legend(frameon=False)
+
+
+pictures = {"so2_convolution": _draw}

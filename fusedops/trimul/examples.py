@@ -10,7 +10,7 @@ import numpy as np
 
 import fusedops
 from fusedops._catalogue import Arguments, Case, Example, example
-from fusedops.samples import exact, pair
+from fusedops.samples import exact, pair, ubiquitin
 from fusedops.trimul.op import trimul, trimul_vjp
 
 
@@ -139,3 +139,43 @@ def arguments() -> Arguments:
             "out": np.ones((1, 3, 3, 2)),
         },
     }
+
+
+def _draw(figure: Any) -> None:
+    """Hidden distances of ubiquitin's Cα, filled in from distances to third residues"""
+    structure = ubiquitin()
+    xyz = structure.xyz[[label.split()[2] == "CA" for label in structure.labels]]
+    distances = np.linalg.norm(xyz[:, None] - xyz, axis=-1)
+    hidden = np.triu(np.random.default_rng(3).uniform(size=distances.shape) < 0.5, 2)
+    hidden |= hidden.T
+    known = ~hidden & ~np.eye(len(xyz), dtype=bool)
+
+    def gaussians(values: np.ndarray, centres: np.ndarray) -> np.ndarray:
+        return np.exp(-0.5 * ((values[..., None] - centres) / centres[1]) ** 2)
+
+    centres, few = np.linspace(0, 40, 20), np.linspace(0, 40, 4)
+    # A hidden channel counts the third residues that are in one range from i and another from j.
+    ranges = gaussians(centres, few).T
+    both = np.concatenate([np.repeat(ranges, 4, axis=0), np.tile(ranges, (4, 1))])
+    given: dict[str, Any] = {"p_in_weight": both, "g_in_weight": both.copy()}
+    given |= {"p_out_weight": np.eye(16), "g_out_weight": np.zeros((16, 20))}
+    x = gaussians(np.where(hidden, 99.0, distances), centres)
+    given |= {"x": x[None], "mask": known.astype(float)[None]}
+    counts = fusedops.triangle_multiplicative_update(**given)[0]
+    full = gaussians(distances, centres)
+    filled = np.maximum(counts @ np.linalg.lstsq(counts[known], full[known], rcond=None)[0], 0)
+    filled = filled @ centres / filled.sum(-1)
+    shown = (np.where(hidden, np.nan, distances), "given"), (filled, "from third residues")
+    *panels, parity = figure.subplots(1, 3)
+    for panel, (values, title) in zip(panels, shown, strict=True):
+        image = panel.imshow(values, vmin=0, vmax=distances.max(), cmap="viridis_r")
+        panel.set(title=title, xlabel="residue j", ylabel="residue i")
+    figure.colorbar(image, ax=panels, location="bottom", shrink=0.5, label="distance, Å")
+    off = np.sqrt(np.mean((filled - distances)[hidden] ** 2))
+    parity.plot(distances[hidden], filled[hidden], ".", markersize=2)
+    parity.axline((0, 0), slope=1, color="0.8", linewidth=1)
+    parity.set(xlabel="hidden distance, Å", ylabel="filled in, Å", aspect="equal")
+    parity.set_title(f"off by {off:.1f} Å rms; the mean, {distances[hidden].std():.1f} Å")
+
+
+pictures = {"triangle_multiplicative_update": _draw}

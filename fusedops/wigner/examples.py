@@ -9,7 +9,9 @@ import numpy as np
 
 import fusedops
 from fusedops._catalogue import Arguments, Case, Example, example
-from fusedops.harmonics.op import matrix_size
+from fusedops._pictures import space
+from fusedops.harmonics.op import matrix_size, wigner_d
+from fusedops.samples import ubiquitin
 from fusedops.wigner.op import edge_wigner
 from fusedops.wigner.plan import Edges
 from fusedops.wigner.rows import function_rows, m_major_order
@@ -231,3 +233,26 @@ def arguments() -> Arguments:
         },
         m_major_order: {"lmax": 2, "mmax": 1},
     }
+
+
+def _draw(figure: Any) -> None:
+    """Edges rotate a pair force out of their frames; an atom of ubiquitin sums its edges'"""
+    from mpl_toolkits.mplot3d.art3d import Line3DCollection
+
+    structure = ubiquitin()
+    xyz = structure.xyz[[44 <= int(label.split()[1]) < 48 for label in structure.labels]]
+    lengths = np.linalg.norm(xyz[:, None] - xyz, axis=-1)
+    pairs = np.argwhere((lengths > 0) & (lengths < 3))
+    edges, graph = xyz[pairs], fusedops.Edges(pairs.T, len(xyz))
+    vectors, r = edges[:, 0] - edges[:, 1], lengths[tuple(pairs.T)]
+    # Degree 0 is the energy of an edge, and degree 1 a force along it: zero at 2.4 Å.
+    radial = np.stack([(r - 2.4) ** 2, 2 * (r - 2.4)], 1)[..., None]
+    nothing, D = np.zeros((len(xyz), 4, 1)), wigner_d(vectors, 1, packed=True)
+    x = fusedops.edge_degree_scatter(nothing, radial, graph, wigner_inv=D, transpose=True)
+    panel = space(figure, np.concatenate([xyz, xyz + x[:, 1:, 0]]))
+    for chosen, colour, width in ((r >= 1.9, "0.8", 0.6), (r < 1.9, "0.4", 2)):
+        panel.add_collection3d(Line3DCollection(edges[chosen], colors=colour, linewidths=width))
+    panel.quiver(*xyz.T, *x[:, 1:, 0].T, color="C1", arrow_length_ratio=0.2)
+
+
+pictures = {"edge_wigner": _draw}
