@@ -85,7 +85,7 @@ def test_table(run, bent):
     code, out, err = run(bent, "--top", 3)
     assert code == 0
     assert err == ""
-    assert "The 3 worst planes" in out
+    assert "The worst planes: 3" in out
     first = next(line for line in out.splitlines() if "A/" in line)
     assert first.split()[:7] == ["A/PHE", "45", "ring", "PHE", "45", "CZ", "7"]
     assert sum("A/" in line for line in out.splitlines()) == 3

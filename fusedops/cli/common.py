@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from time import perf_counter
 from typing import Any
 
@@ -85,8 +85,7 @@ _CLI = ("gemmi", "matplotlib", "scipy", "shtab")
 
 def needs(*packages: str) -> None:
     """Raise CommandError, with the command that installs them, if packages are missing."""
-    find = importlib.util.find_spec
-    missing = [package for package in packages if find(_MODULES.get(package, package)) is None]
+    missing = [name for name in packages if find_spec(_MODULES.get(name, name)) is None]
     if missing:
         *first, last = missing
         names = f"{', '.join(first)} and {last} are" if first else f"{last} is"
@@ -126,7 +125,7 @@ def progress(title: str, total: int) -> Iterator[Callable[..., None]]:
 
     Its optional argument names the next step. Without a terminal, or without rich, there is no bar.
     """
-    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+    if not sys.stderr.isatty() or find_spec("rich") is None:
         yield lambda what="": None
         return
     from rich.console import Console

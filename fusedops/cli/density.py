@@ -144,10 +144,9 @@ def run(args: argparse.Namespace) -> int:
         report |= {"mtz": args.mtz, "resolution_angstrom": limit, "reflections": found}
         say(f"{found} reflections to {limit:.4g} Å")
     if args.picture:
-        entry = dict(structure.gemmi.info).get("_entry.id") or name
-        entry = "".join(letter if letter.isprintable() else "?" for letter in entry[:40])
+        shown_name = "".join(letter if letter.isprintable() else "?" for letter in name[:40])
+        title = f"{shown_name}, {kind}; {lines[-1]}"
         with timed(seconds, "picture"):
-            title = f"{entry}, {kind}; {lines[-1]}"
             pictures.draw_slices(args.picture, shown, rho, cuts, unit, title)
         report |= {"picture": args.picture}
     say(common.times(seconds))

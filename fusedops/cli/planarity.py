@@ -29,8 +29,7 @@ from fusedops.structure import SIGMA, planar_groups
 def add(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("file", metavar="FILE", help="PDB or mmCIF, also gzipped; - reads standard input")
-    help = "sigma of the planes of proteins and nucleic acids (default: %(default)s); planes "
-    help += "from a CIF have the sigmas there"
+    help = "sigma of the planes that are from no CIF (default: %(default)s)"
     option("--sigma", type=number(1e-4, 100, "Å"), metavar="Å", default=SIGMA, help=help)
     help = "take the planes of ligands, or of other residues, from this file; may be repeated, "
     help += "and the last file that has a residue counts"
@@ -52,8 +51,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     option("--overwrite", action="store_true", help="let --flatten write over FILE itself")
     help = "the most steps of --flatten (default: %(default)s)"
     option("--steps", type=number(1, kind=int), metavar="N", default=20, help=help)
-    help = "strength of the tether K/2 |x - x0|² in 1/Å² (default: %(default)s, which lets an "
-    help += "atom move by 0.2 Å at the cost of one sigma)"
+    help = "K of the tether K/2 |x - x0|², 1/Å² (default: %(default)s: 0.2 Å cost one sigma)"
     option("--tether", type=number(0, unit="1/Å²"), metavar="K", default=25.0, help=help)
 
 
@@ -130,9 +128,8 @@ def _show_planes(planes: list[dict[str, Any]]) -> None:
         numbers = f"{plane['z']:.2f}", f"{plane['rms_angstrom']:.4f}", f"{off:.4f}"
         rows.append(([plane["plane"], atom, str(plane["atoms"]), *numbers], None))
     headings = ("plane", "worst atom", "atoms", "Z", "rms Å", "off by Å")
-    title = f"The {len(planes)} worst planes" if len(planes) > 1 else "The worst plane"
     if rows:
-        tables.show(title, headings, rows, right=4)
+        tables.show(f"The worst planes: {len(rows)}", headings, rows, right=4)
 
 
 def _show(report: dict[str, Any], file: Any) -> None:
