@@ -97,19 +97,18 @@ class _Evaluations:
 
     def _is_held(self, leaves: list[Any], weights: dict[str, float]) -> bool:
         """Evaluate the loss, and return whether the host didn't wait for the GPU."""
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
+        before, waits = torch.cuda.get_sync_debug_mode(), False
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
                 self._evaluate(leaves, weights)
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-        waits = False
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
         for one in caught:
             if "synchronizing CUDA operation" in str(one.message):
                 waits = True
-            else:
+            elif "Synchronization debug mode" not in str(one.message):
                 warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
         if waits:
             _tell("the host waits for the GPU in one of them")
