@@ -1,7 +1,7 @@
 """The promises of every op, tested with the examples of contract.py.
 
-Each promise is written once, for all ops and all places that serve them. dynamic_conv_step, which
-updates a state and has no gradient, has tests of its own in test_conv.py.
+Each promise is written once, for all ops and all places that serve them. test_updates.py has the
+promises of ops that update a state and have no gradient.
 """
 
 from __future__ import annotations

@@ -204,7 +204,13 @@ SHARING = [
     for name, value in RIGHT[op].items()
     if "out" in RIGHT[op] and isinstance(value, np.ndarray) and name != "out"
 ]
-SHARING += [(fusedops.dynamic_conv_step, name, "state") for name in ("x", "kernels", "bias")]
+SHARING += [
+    (op, name, written)
+    for op in OPS
+    for written in op.primitive.mutates
+    for name, value in RIGHT[op].items()
+    if isinstance(value, np.ndarray) and name not in (written, "out")
+]
 
 
 def of_one_memory(*arrays):

@@ -22,7 +22,6 @@ import pytest
 import benches  # noqa: F401
 import fusedops
 from bench.workloads import WORKLOADS, Source
-from contract import unaligned
 from cpukern import isa
 from fusedops._frame import registry
 from fusedops._frame.op import op, to_run
@@ -589,18 +588,6 @@ def test_no_cache_grows_with_sizes_and_strides(backend):
         work(size)
     grown = {at: (before.get(at), n) for at, n in kept().items() if n > before.get(at, 0)}
     assert not grown
-
-
-@pytest.mark.parametrize("backend", ["cython", "numba"])
-def test_a_state_at_an_odd_address_is_updated(aligned, backend):
-    op = fusedops.dynamic_conv_step
-    workload = next(w for w in WORKLOADS if w.op is op and w.device == "cpu" and not w.needs)
-    given = workload.make(Source("float32"), 11).arguments
-    odd = {n: unaligned(a) if isinstance(a, np.ndarray) else a for n, a in given.items()}
-    want = op(**given, backend=backend)
-    np.testing.assert_array_equal(op(**odd, backend=backend), want)
-    np.testing.assert_array_equal(odd["state"], given["state"])
-    assert aligned
 
 
 def test_no_share_runs_on_after_an_error(monkeypatch):
