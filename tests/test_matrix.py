@@ -34,10 +34,10 @@ PLACES = [("numpy", name) for name in SERVE_ARRAYS]
 PLACES += [("torch", name) for name in SERVE_TENSORS if HAS_TORCH]
 
 
-def served(cases, places, *marks):
+def served(cases, places):
     """Return every case in every place, with the test's id."""
     return [
-        pytest.param(case, place, id=f"{case}-{'-'.join(place)}", marks=marks)
+        pytest.param(case, place, id=f"{case}-{'-'.join(place)}")
         for case in cases
         for place in places
     ]
@@ -84,21 +84,15 @@ FEW = [
 ]
 # In the interpreter these cases are enough in float32, where kernels differ from float64 by
 # roundings and casts.
-FLOAT32 = [case for case in CASES if case in (*ALONE, *FEW, *TYPICAL)]
-OTHERS = [case for case in CASES if case not in FLOAT32]
+FLOAT32 = [*ALONE, *FEW, *TYPICAL]
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize(
-    ("case", "place"),
-    [
-        *served(FLOAT32, PLACES),
-        *served(OTHERS, PLACES, pytest.mark.interpreted_slow(dtype="float64")),
-    ],
-)
-def test_agrees_with_the_reference(case, place, dtype):
-    check(case, *place, dtype, alone=place[1] != "triton" or case in ALONE)
+@pytest.mark.parametrize(("case", "place"), served(CASES, PLACES))
+def test_agrees_with_the_reference(case, place, pytestconfig):
+    quick = place[1] != "triton" or case in FLOAT32 or pytestconfig.option.interpret_all
+    for dtype in ("float64", *["float32"] * quick):
+        check(case, *place, dtype, alone=place[1] != "triton" or case in ALONE)
 
 
 @interpreted
@@ -237,20 +231,24 @@ def test_indices_that_lie_lead_nowhere(place, primitive, shapes, others):
         assert np.isfinite(memory[8]).all()
 
 
-def fill_guarded(place, cases, ends_and_dtypes):
-    """Compare kernels with the formula, all arrays of a call lying between protected pages."""
-    for case, (at_the_end, dtype) in itertools.product(cases, ends_and_dtypes):
+def fill_guarded(place, cases, ends):
+    """Compare kernels with the formula, all arrays of a call lying between protected pages.
+
+    `ends` says, by dtype, whether arrays lie at the end of their pages.
+    """
+    for case, dtype in itertools.product(cases, ends):
         primitive, (arrays, others) = case.primitive, case.make()
         arrays = [a if a is None else a.astype(dtype) for a in arrays]
         given = primitive.Arguments(*arrays, *others)
         wide = [a if a is None else a.astype(np.float64) for a in arrays]
         exact = primitive.Arguments(*wide, *others)
-        outputs = [o and np.full(o[0], np.nan, dtype) for o in primitive.describe(given)]
-        given, found = guarded.fill(place, primitive, given, outputs, at_the_end)
         wanted = primitive.formula(exact)
-        updated = [(getattr(given, name), getattr(exact, name)) for name in primitive.mutates]
-        for got, want in (*zip(found, wanted, strict=True), *updated):
-            assert want is None or error(got, want) <= case.tolerance(dtype), case
+        for at_the_end in ends[dtype]:
+            outputs = [o and np.full(o[0], np.nan, dtype) for o in primitive.describe(given)]
+            copies, found = guarded.fill(place, primitive, given, outputs, at_the_end)
+            updated = [(getattr(copies, name), getattr(exact, name)) for name in primitive.mutates]
+            for got, want in (*zip(found, wanted, strict=True), *updated):
+                assert want is None or error(got, want) <= case.tolerance(dtype), case
 
 
 @interpreted
@@ -260,9 +258,9 @@ def fill_guarded(place, cases, ends_and_dtypes):
 def test_kernels_touch_nothing_beyond_their_arrays(place, family):
     """Nor beyond the arrays of packed arguments."""
     available(*place)
-    ends_and_dtypes = list(itertools.product((True, False), ("float64", "float32")))
+    ends = {"float64": (True, False), "float32": (True, False)}
     own = [case for case in CASES if case.primitive.family == family]
     if place[1] == "triton":
         own = [c for c in own if c in FEW] or [c for c in own if c in TYPICAL]
-        ends_and_dtypes = ends_and_dtypes[::3]
-    guarded.run(fill_guarded, place, own, ends_and_dtypes)
+        ends = {"float64": (True,), "float32": (False,)}
+    guarded.run(fill_guarded, place, own, ends)
