@@ -24,6 +24,8 @@ if HAS_TORCH:
 
 
 EXAMPLES = [example for family in families() for example in family.examples()]
+#: Calls that update an argument in place, and have no gradient.
+UPDATES = [each for family in families() for each in getattr(family, "updates", list)()]
 #: Examples with indices, sequences and cells that every call reads anew.
 UNPACKED = [example.unpacked() for example in EXAMPLES if example.packs]
 #: Examples that differ in their arguments' shapes and in the nodes of their graphs.

@@ -19,6 +19,7 @@ from contract import (
     EXAMPLES,
     TRACED,
     UNPACKED,
+    UPDATES,
     agree,
     all_agree,
     as_framework,
@@ -65,6 +66,7 @@ TENSORS = [("torch", name) for name in SERVE_TENSORS] if HAS_TORCH else []
 COMPILED_TENSORS = [place for place in TENSORS if place[1] != "triton"]
 SHOULD = "; it should be"
 every_example = pytest.mark.parametrize("example", EXAMPLES, ids=str)
+every_call = pytest.mark.parametrize("example", [*EXAMPLES, *UPDATES], ids=str)
 with_out = pytest.mark.parametrize("example", [e for e in EXAMPLES if e.takes_out], ids=str)
 #: An example of every op, for promises that the bridge keeps for all its calls.
 every_op = pytest.mark.parametrize("example", {e.op: e for e in EXAMPLES}.values(), ids=str)
@@ -942,13 +944,13 @@ def test_out_shares_no_element_with_an_argument(example):
 
 
 def refused(p, changes, error, message):
-    """Call an op, its `vjp` and `explain` with changed arguments."""
-    for function in (p.op, p.op.vjp, p.op.explain):
+    """Call an op, its `vjp` if it has any, and `explain` with changed arguments."""
+    for function in (p.op, *[p.op.vjp] * bool(p.leaves), p.op.explain):
         with pytest.raises(error, match=f"^{p.op.__name__}: {message}"):
             function(**{**p.arguments, **changes})
 
 
-@every_example
+@every_call
 def test_an_array_of_another_dtype_or_rank_or_none_is_named(example):
     p = example.problem()
     for name in example.floats:
@@ -968,7 +970,7 @@ def test_an_array_of_another_dtype_or_rank_or_none_is_named(example):
             refused(p, {name: None}, TypeError, f"{name} is None; it should be an array")
 
 
-@every_example
+@every_call
 def test_a_size_that_something_else_has_is_compared(example):
     p = example.problem()
     sizes = {
@@ -983,6 +985,9 @@ def test_a_size_that_something_else_has_is_compared(example):
             alone = size.name not in elsewhere and [t.name for t in terms].count(size.name) == 1
             if alone and size.name not in p.op.primitive.later and not size.name.isdecimal():
                 continue
+            # Slots choose among any number of states.
+            if name in p.op.primitive.mutates and axis == 0:
+                continue
             twice = np.concatenate([p.arguments[name]] * 2, axis)
             refused(p, {name: twice}, ValueError, ".*should (be|have|broadcast)")
             compared += 1
@@ -990,7 +995,7 @@ def test_a_size_that_something_else_has_is_compared(example):
 
 
 @needs_torch
-@every_example
+@every_call
 def test_tensors_of_another_kind_are_named(example):
     p = example.problem(dtype="float32")
     arguments = as_framework("torch", p)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import fusedops
-from contract import all_agree, as_framework, evaluate, same, tensor, unaligned
-from fusedops._catalogue import families
+from contract import UPDATES, all_agree, as_framework, evaluate, same, tensor, unaligned
 from places import EXACT, HAS_TORCH, SERVE_TENSORS, interpreted, needs_torch
 
 if HAS_TORCH:
@@ -15,7 +14,6 @@ if HAS_TORCH:
 
 pytestmark = interpreted
 
-UPDATES = [each for family in families() for each in getattr(family, "updates", list)()]
 every_update = pytest.mark.parametrize("example", UPDATES, ids=str)
 
 
@@ -166,6 +164,22 @@ def test_memory_that_is_the_negative_of_it_is_refused(example, backend):
     assert negative.is_neg()
     with pytest.raises(ValueError, match="a tensor to write to is a negative view"):
         p.op(**{**as_framework("torch", p), name: negative}, backend=backend)
+
+
+@needs_torch
+@pytest.mark.parametrize("backend", SERVE_TENSORS)
+@every_update
+def test_autograd_notices_what_is_written_in_place(example, backend):
+    """Writing to a tensor that another backward needs gives an error, not a wrong gradient."""
+    p = example.problem()
+    given = as_framework("torch", p.mapped(np.copy))
+    given["out"] = tensor(p.cotangents[0].copy())
+    weight = torch.ones((), requires_grad=True)
+    losses = [(weight * given[written]).sum() for written in (named(p)[0], "out")]
+    p.op(**given, backend=backend)
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 @every_update
