@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from fusedops._catalogue import Problem, families, tuple_of
 from fusedops._frame import registry
@@ -126,6 +127,15 @@ def agree(p: Problem, backend: str | None, got: Any, want: Any) -> None:
 def all_agree(p: Problem, backend: str | None, got: Any, want: Any) -> None:
     for one, other in zip(got, want, strict=True):
         agree(p, backend, one, other)
+
+
+@contextlib.contextmanager
+def named(case: str) -> Iterator[None]:
+    """Let a failure begin with the name of its case."""
+    try:
+        yield
+    except (AssertionError, pytest.fail.Exception) as error:
+        raise AssertionError(f"{case}: {error}") from error
 
 
 def compare(

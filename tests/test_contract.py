@@ -6,7 +6,6 @@ promises of ops that update a state and have no gradient.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +28,7 @@ from contract import (
     evaluate,
     function_of,
     leaves_of,
+    named,
     of_primitives,
     registered,
     requests,
@@ -132,15 +132,6 @@ ARRAY_LAYOUTS = {
 
 def laid_out(layout):
     return lambda a: layout(a) if a.ndim and a.size else a
-
-
-@contextlib.contextmanager
-def named(case):
-    """Let an error of a comparison begin with the name of its case."""
-    try:
-        yield
-    except AssertionError as error:
-        raise AssertionError(f"{case}: {error}") from error
 
 
 @at(QUICK, [*EXAMPLES, *UNPACKED])
