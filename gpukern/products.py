@@ -106,11 +106,15 @@ def halves_of(x):
 
 @triton.jit
 def row_scaling(most):
-    """Return scales for rows' largest magnitudes, and reciprocals, of any exponents."""
-    bits = most.to(tl.int32, bitcast=True)
+    """Return scales for rows' largest magnitudes, and reciprocals, of any exponents.
+
+    The reciprocal of an infinite or missing magnitude is NaN: the scale would flush all others.
+    """
+    bits = most.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     exponent = tl.where(bits == 0, 141, tl.maximum(bits >> 23, 15))
     scale = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
-    return scale, ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    back = tl.where(exponent == 255, 0x7FC00000, (exponent - 14) << 23)
+    return scale, back.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -241,7 +245,10 @@ def _multiply(
     b_batch, b_row, b_column = strides(b_batch, b_row, b_column, B_UNIT, ALIGNED)
     out_batch, out_row, out_column = strides(out_batch, out_row, out_column, OUT_UNIT, ALIGNED)
     if ALIGNED:
-        M, N, K = M // 8 * 8, N // 8 * 8, K // 8 * 8
+        M, N = M // 8 * 8, N // 8 * 8
+        # Without matrices only the result is known to have eights.
+        if OTHERWISE is not None:
+            K = K // 8 * 8
     across, along = tl.cdiv(N, BN), tl.cdiv(M, BM)
     tile = tl.program_id(0) % (across * along)
     member = tl.program_id(0) // (across * along)

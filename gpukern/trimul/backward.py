@@ -214,6 +214,12 @@ class _Halved(NamedTuple):
         sides, logits = (self.planes[:, i : i + 2 * H].unflatten(1, (2, H)) for i in (0, 2 * H))
         return sides, logits
 
+    def bound_sides(self, update: Update, most: Any) -> None:
+        """Write scales of left and right, whose mask has a largest magnitude."""
+        w, H = update.weights, update.H
+        norm, scales = (w.norm_in_weight, w.norm_in_bias), self.scales[: 2 * H]
+        bound_rows(update, w.p_in_weight, w.p_in_bias, *norm, most, scales, self.backs[: 2 * H])
+
     def rows(self) -> Halves:
         """Return cotangents as a matrix with a row for each plane."""
         planes = self.planes.flatten(2)[:, None]
@@ -231,14 +237,10 @@ def _back_by_halves(
     x, mask = update.edges(b, ALL)
     halved = _Halved.of(update)
     mask_most = None if mask is None else mask.abs().amax().float()
-    # The mask's cotangent is a product with unmasked sides.
-    most = mask_most if mask is None or dmask is None else mask_most.clamp(min=1)
     norm = w.norm_in_weight, w.norm_in_bias
-    for weight, bias, by, h in (
-        (w.p_in_weight, w.p_in_bias, most, slice(0, 2 * H)),
-        (w.g_in_weight, w.g_in_bias, None, slice(2 * H, 4 * H)),
-    ):
-        bound_rows(update, weight, bias, *norm, by, halved.scales[h], halved.backs[h])
+    halved.bound_sides(update, mask_most)
+    scales = halved.scales[2 * H :], halved.backs[2 * H :]
+    bound_rows(update, w.g_in_weight, w.g_in_bias, *norm, None, *scales)
     gate = update.gate(1, ALL)
     sides, logits = halved.sides()
     project(update, x, mask, sides=sides, side_scales=halved.scales, logits=logits, gate=gate)
@@ -575,6 +577,7 @@ def _sides_back_by_halves(
     (sides, logits), by_mask = halved.sides(), None
     if dmask is not None:
         by_mask = update.new(*x.shape[:3])
+        halved.bound_sides(update, None)
         project(update, x, None, sides=sides, side_scales=halved.scales)
     by_bias = update.new(update.N * ceil(update.N, _SIDES_TILE), 4 * update.H)
     halves = halved.backs, halved.most[1:], mask_most, halved.reciprocals, by_bias

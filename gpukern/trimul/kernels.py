@@ -309,7 +309,10 @@ def row_bounds(
         bound += tl.abs(tl.sum(weight * tl.load(b + c, mask=c < C, other=0.0).to(FLOAT)))
     if w is not None:
         weight *= tl.load(w + c, mask=c < C, other=0.0).to(FLOAT)
-    bound += tl.sqrt(C * tl.sum(weight * weight))
+    # Squares of the weight itself would leave the range of its numbers.
+    largest = tl.max(tl.abs(weight), 0)
+    part = tl.where(largest > 0, weight / tl.where(largest > 0, largest, 1.0), weight)
+    bound += largest * tl.sqrt(C * tl.sum(part * part))
     if p_b is not None:
         bound += tl.abs(tl.load(p_b + row).to(FLOAT))
     if most is not None:
