@@ -30,13 +30,14 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.device == "cuda":
         common.needs_gpu()
+    found = fusedops.info().backends
     usable: list[registry.Backend] = []
     absent: list[tables.Row] = []
     for backend in registry.BACKENDS:
         names = args.backend or [backend.name]
         if backend.name not in names or args.device not in (None, device_of(backend)):
             continue
-        if why := fusedops.info().backends[backend.name].why_not:
+        if why := found[backend.name].why_not:
             absent.append((["every op", backend.name, "", why, "", "", "", "", "-"], "dim"))
         else:
             usable.append(backend)

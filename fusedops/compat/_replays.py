@@ -31,12 +31,12 @@ class _Evaluations:
         self.state, self.groups = state, optimizer.param_groups
         # A loss that outlives the run holds this list, and not the graph.
         self.turn = [0]
+        self.versions: list[int] = []
         self.forget()
 
     def forget(self) -> None:
         """Drop the graph: a call without gradients replaces results that it reads."""
         self.setting: Any = None
-        self.versions: list[int] = []
         self.graph: Any = None
         self.total: Any = None
         self.losses: dict[str, Any] = {}
@@ -49,18 +49,17 @@ class _Evaluations:
         weights = {name: state.get_effective_weight(name) for name in targets}
         places = [(p.device, p.data_ptr()) for p in leaves]
         setting = weights, list(targets.values()), places
-        kind = tuple([(name, type(target).__qualname__) for name, target in targets.items()])
-        kind += tuple([p.shape for p in leaves])
-        before, versions = self.versions, [p._version for p in leaves]
-        self.versions = versions
+        before, self.versions = self.versions, [p._version for p in leaves]
         if setting != self.setting:
             self.forget()
-            self.setting, self.versions = setting, versions
+            self.setting = setting
             return NotImplemented
         if self.graph is None:
+            kind = tuple([(name, type(target).__qualname__) for name, target in targets.items()])
+            kind += tuple([p.shape for p in leaves])
             # TorchRef keeps results of a parameter that hasn't changed since. The gradient of a
             # parameter with hooks would pass through them twice.
-            stays = any([new == old for new, old in zip(versions, before, strict=True)])
+            stays = any([new == old for new, old in zip(self.versions, before, strict=True)])
             if stays or _held.get(kind) is False or any([p._backward_hooks for p in leaves]):
                 return NotImplemented
             # All is made anew: one target may replace what another one reads.

@@ -198,17 +198,21 @@ _OF_LINKS = {
 }
 
 
+def _names(blocks: Mapping[str, str], kind: str) -> list[str]:
+    """Return the names of a library's blocks of a kind, but for the block that lists them."""
+    names = [name.removeprefix(f"{kind}_") for name in blocks if name.startswith(f"{kind}_")]
+    return [name for name in names if name != "list"]
+
+
 @functools.cache
 def read_link_definitions() -> Any:
     """Return TorchRef's links between monomers, and the table of their names."""
     theirs = _of("topology.monomer.cif")
     blocks = theirs.read_library_blocks()
     names = [
-        name.removeprefix("link_")
-        for name, text in blocks.items()
-        if name.startswith("link_")
-        and name != "link_list"
-        and any(f"_{category}." in text for category in _OF_LINKS)
+        name
+        for name in _names(blocks, "link")
+        if any(f"_{category}." in blocks[f"link_{name}"] for category in _OF_LINKS)
     ]
     table = _tables(blocks.get("link_list", ""), {"chem_link": ""}, lambda table, _: table)
 
@@ -223,17 +227,12 @@ def read_mod_definitions() -> Any:
     """Return TorchRef's modifications of monomers."""
     theirs = _of("topology.monomer.modifications")
     blocks = theirs.read_library_blocks()
-    names = [
-        name.removeprefix("mod_")
-        for name in blocks
-        if name.startswith("mod_") and name != "mod_list"
-    ]
 
     def read(name: str) -> Any:
         sections = theirs._CATEGORY_MAP
         return _tables(blocks[f"mod_{name}"], sections, theirs._standardize_mod_columns)
 
-    return _Read(names, read)
+    return _Read(_names(blocks, "mod"), read)
 
 
 @functools.lru_cache(maxsize=4096)
