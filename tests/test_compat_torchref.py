@@ -25,7 +25,7 @@ torch = pytest.importorskip("torch")
 import fusedops  # noqa: E402
 import fusedops.compat.torchref as compat  # noqa: E402
 from densities import Problem, direct  # noqa: E402
-from fusedops.compat import _replays  # noqa: E402
+from fusedops.compat import _lbfgs, _replays  # noqa: E402
 from fusedops.density import atom_radius  # noqa: E402
 from fusedops.samples import atoms_in, cubes  # noqa: E402
 
@@ -431,7 +431,16 @@ def serving(modules):
 @pytest.fixture
 def losses(program, monkeypatch):
     monkeypatch.setattr(_replays, "_held", {})
-    return serving(program)
+    made, count = serving(program)
+    again = _replays._Evaluations.again
+
+    def counted(evaluations):
+        found = again(evaluations)
+        count.extend([1] * (found is not None))
+        return found
+
+    monkeypatch.setattr(_replays._Evaluations, "again", counted)
+    return made, count
 
 
 def rosenbrock(device):
@@ -453,6 +462,52 @@ def optimized(state, *parameters, nsteps=3):
     optimizer = torch.optim.LBFGS(parameters, line_search_fn="strong_wolfe")
     state.run(optimizer, nsteps=nsteps)
     return [p.detach().cpu() for p in parameters]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"history_size": 3}, {"max_iter": 4, "lr": 0.5}, {"history_size": 1}]
+)
+def test_steps_of_lbfgs_are_torchs(options):
+    """Ours, and ours and torch's in turns, with the states that torch's steps leave and take."""
+    states, found = [], []
+    for turns in (0, 0, 0), (1, 1, 1), (1, 0, 1), (0, 1, 0):
+        x = torch.nn.Parameter(torch.linspace(-1.3, 1.1, 7, dtype=torch.float64))
+        y = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.float64))
+        frozen = torch.nn.Parameter(torch.ones(2, dtype=torch.float64), requires_grad=False)
+        leaves = [x, frozen, y]
+        optimizer = torch.optim.LBFGS(leaves, line_search_fn="strong_wolfe", **options)
+        evaluations = _replays._Evaluations(None, optimizer)
+        evaluations.direction = torch.ones(15, dtype=torch.float64)
+
+        def closure(x=x, y=y, optimizer=optimizer):
+            optimizer.zero_grad()
+            valley = 100 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2
+            loss = valley.sum() + ((y - 2) ** 2).sum() + (y.sum() - x.sum()).cos()
+            loss.backward()
+            return loss
+
+        assert _lbfgs.serves(optimizer)
+        for ours in turns:
+            if ours:
+                _lbfgs.step(optimizer, closure, evaluations=evaluations)
+            else:
+                optimizer.step(closure)
+        found.append(torch.cat([p.detach().flatten() for p in leaves]))
+        state = optimizer.state[x]
+        states.append((state["n_iter"], state["func_evals"], len(state["old_dirs"])))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-6, atol=1e-6)
+    assert states == states[:1] * 4
+
+
+def test_other_optimizers_take_their_own_steps():
+    x = torch.nn.Parameter(torch.zeros(2))
+    plain = torch.optim.LBFGS([x])
+    scheduled = torch.optim.LBFGS([x], line_search_fn="strong_wolfe")
+    torch.optim.lr_scheduler.StepLR(scheduled, 1)
+    mixed = torch.optim.LBFGS([x, torch.nn.Parameter(x.double())], line_search_fn="strong_wolfe")
+    adam = torch.optim.Adam([x])
+    assert not any(_lbfgs.serves(each) for each in (plain, scheduled, mixed, adam))
 
 
 def test_losses_on_a_cpu_are_torchrefs(losses):
@@ -868,27 +923,27 @@ class TestTorchRef:
         state = importlib.import_module("torchref.refinement.loss_state").LossState
         problem = whole.simulated("1ubi", 3.0, 1)
         (theirs,) = whole._run(problem, "cuda")
-        served, errors = _replays._Evaluations.loss, []
+        again, errors = _replays._Evaluations.again, []
 
-        def loss(self):
-            found = served(self)
-            if found is not NotImplemented:
-                leaves = [p for p in self.parameters if p.requires_grad]
-                dx = torch.autograd.grad(found, leaves, allow_unused=True)
+        @torch.enable_grad()
+        def compared(self):
+            found = again(self)
+            if found is not None:
+                # TorchRef keeps results, whose graph the gradients before used up.
+                self.state.reset_caches()
                 own = state.aggregate.theirs(self.state)
+                leaves = [p for g in self.groups for p in g["params"] if p.requires_grad]
                 expected = torch.autograd.grad(own, leaves, allow_unused=True)
-                torch.testing.assert_close(found.detach(), own.detach(), rtol=1e-4, atol=0)
-                for one, other in zip(dx, expected, strict=True):
-                    errors.append(float((one - other).norm() / other.norm()))
-                self.turn[0] += 1
-                return _replays._Loss.apply(self, *leaves)
+                true, _ = self.reported(own, dict(zip(leaves, expected, strict=True)).get)
+                torch.testing.assert_close(found[1][0], own.detach(), rtol=1e-4, atol=0)
+                errors.append(float((found[0] - true).norm() / true.norm()))
             return found
 
-        monkeypatch.setattr(_replays._Evaluations, "loss", loss)
+        monkeypatch.setattr(_replays._Evaluations, "again", compared)
         monkeypatch.setattr(_replays, "_held", {})
         compat.register()
         (ours,) = whole._run(problem, "cuda")
-        assert calls()["LossState.aggregate"] > 20
+        assert len(errors) > 20
         assert all(error < 5e-3 for error in errors)
         np.testing.assert_allclose(ours, theirs, atol=2e-3)
 

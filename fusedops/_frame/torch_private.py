@@ -57,6 +57,9 @@ class _Private:
         self.will_run = find("_C._will_engine_execute_node", lambda node: True)
         #: Comparisons of tensors' kinds in one step.
         self.guards = find("_C._dynamo.guards.TensorGuards")
+        #: The line search of torch.optim.LBFGS, if it is there.
+        search = sys.modules[torch.optim.LBFGS.__module__]
+        self.strong_wolfe: Any = getattr(search, "_strong_wolfe", None)
         self.current_device = find("_C._cuda_getDevice", torch.cuda.current_device)
         #: A quarter of the time of torch.empty_strided.
         self.empty_strided_cuda = find(

@@ -18,6 +18,7 @@ import fusedops._frame.needs_torch  # noqa: F401
 
 import torch
 
+from fusedops.compat import _lbfgs
 from fusedops.compat._refinement import keeps, unserved
 
 #: Kinds of losses, and whether a graph holds them.
@@ -29,6 +30,8 @@ class _Evaluations:
 
     def __init__(self, state: Any, optimizer: Any) -> None:
         self.state, self.groups = state, optimizer.param_groups
+        #: The direction in which an optimizer of ours moves all parameters.
+        self.direction: Any = None
         # A loss that outlives the run holds this list, and not the graph.
         self.turn = [0]
         self.versions: list[int] = []
@@ -41,6 +44,30 @@ class _Evaluations:
         self.total: Any = None
         self.losses: dict[str, Any] = {}
         self.gradients: Any = ()
+        self.report: Any = None
+        self.latest: Any = None
+
+    def again(self) -> Any:
+        """Replay the loss in an optimizer's step: return `reported`, or None without a graph."""
+        if self.graph is None:
+            return None
+        self.graph.replay()
+        self.turn[0] += 1
+        gradient, report = self.report
+        return gradient.clone(), report
+
+    def reported(self, loss: Any, gradient_of: Callable[[Any], Any]) -> tuple[Any, Any]:
+        """Return the gradient by all parameters, and its report.
+
+        A report has the loss, the product of gradient and direction, and their largest magnitudes.
+        """
+        parameters = [p for group in self.groups for p in group["params"]]
+        found, ahead = [(p, gradient_of(p)) for p in parameters], self.direction
+        gradient = torch.cat(
+            [torch.zeros_like(p.flatten()) if dx is None else dx.flatten() for p, dx in found]
+        )
+        numbers = loss.detach(), gradient.dot(ahead), gradient.abs().max(), ahead.abs().max()
+        return gradient, torch.stack([number.to(gradient) for number in numbers])
 
     def loss(self) -> Any:
         """Return the loss, or NotImplemented for an evaluation that TorchRef serves."""
@@ -92,6 +119,9 @@ class _Evaluations:
             total = total + weights[name] * loss
         self.gradients = torch.autograd.grad(total, leaves, allow_unused=True)
         self.total = total.detach()
+        if self.direction is not None:
+            by_leaf = dict(zip(leaves, self.gradients, strict=True))
+            self.report = self.reported(total, by_leaf.get)
         self.losses = {name: loss.detach() for name, loss in losses.items()}
 
     def _is_held(self, leaves: list[Any], weights: dict[str, float]) -> bool:
@@ -201,7 +231,8 @@ def run(
     context: str = "loss_state.step",
 ) -> Any:
     """Run an optimizer, whose closure asks for losses by `aggregate`."""
-    devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    devices = {p.device for p in parameters}
     served = len(devices) == 1 and devices.pop().type == "cuda" and keeps() and not unserved()
     # An optimizer that runs within another one's step has other parameters.
     outer = _running.pop(id(state), None)
@@ -209,12 +240,19 @@ def run(
         return NotImplemented
     theirs: Any = sys.modules["torchref.refinement.loss_state"].LossState.run
     if outer is None:
-        _running[id(state)] = _Evaluations(state, optimizer)
+        evaluations = _running[id(state)] = _Evaluations(state, optimizer)
+        if _lbfgs.serves(optimizer):
+            evaluations.direction = torch.cat([p.detach().reshape(-1) for p in parameters])
+            optimizer.step = functools.partial(_lbfgs.step, optimizer, evaluations=evaluations)
     try:
-        return getattr(theirs, "theirs", theirs)(state, optimizer, log, nsteps, context=context)
+        found = getattr(theirs, "theirs", theirs)(state, optimizer, log, nsteps, context=context)
+        latest = None if outer is not None else evaluations.latest
+        return found if latest is None else latest.clone()
     finally:
         if outer is None:
             _running.pop(id(state)).forget()
+            if evaluations.direction is not None:
+                del optimizer.step
         else:
             outer.forget()
             _running[id(state)] = outer

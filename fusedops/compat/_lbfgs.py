@@ -1,0 +1,190 @@
+"""torch's L-BFGS for losses by CUDA graphs: the host waits for the GPU twice an iteration.
+
+The steps and the line search are those of `torch.optim.LBFGS`, whose two loops make a product, and
+wait for it, for each of the steps that they remember. Here the products of an iteration are made at
+once, and the loops run on them in float64 (Byrd, Nocedal and Schnabel, Math. Program. 63, 129).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import fusedops._frame.needs_torch  # noqa: F401
+
+import numpy as np
+import torch
+
+from fusedops._frame.torch_private import private
+
+#: Torch's least product of a step and a change of the gradient that is remembered.
+_LEAST_CURVATURE = 1e-10
+
+
+class _Value(NamedTuple):
+    """A gradient, its product with the direction, and the largest magnitudes of both."""
+
+    gradient: Any
+    slope: float
+    most: float
+    longest: float
+
+    # Torch's line search asks for the product of a gradient, and for copies.
+    def dot(self, direction: Any) -> Any:
+        return torch.tensor(self.slope, dtype=torch.float64)
+
+    def clone(self, memory_format: Any = None) -> _Value:
+        return self
+
+
+class _History:
+    """Steps s and changes y of the gradient, oldest first, with all their products."""
+
+    def __init__(self, like: Any, size: int) -> None:
+        self.size, self.used = size, 0
+        #: The gradient, steps, and changes; the last places are for a pair that may be dropped.
+        self.rows = like.new_zeros(3 + 2 * size, len(like))
+        self.products = np.zeros((3 + 2 * size, 3 + 2 * size))
+        #: The first inverse Hessian is a multiple of 1.
+        self.scale = 1.0
+
+    def state(self) -> dict[str, Any]:
+        """Return what an optimizer's state has of it."""
+        s, y = self._places()
+        ro = 1 / self.products[s, y]
+        pairs = {"old_stps": [*self.rows[s]], "old_dirs": [*self.rows[y]]}
+        return {**pairs, "ro": ro.tolist(), "H_diag": self.scale}
+
+    def _places(self) -> tuple[Any, Any]:
+        """Return the rows of steps and of changes."""
+        s = np.arange(1, 1 + self.used)
+        return s, s + self.size + 1
+
+    def note(self, gradient: Any, step: Any, change: Any) -> None:
+        """Take a gradient, and a pair if the curvature along the step is positive."""
+        places = 0, 1 + self.used, 2 + self.size + self.used
+        for place, row in zip(places, (gradient, step, change), strict=True):
+            self.rows[place] = row
+        # One product of matrices might be of TF32.
+        found = torch.stack([torch.mv(self.rows, self.rows[place]) for place in places])
+        self.products[list(places)] = found.tolist()
+        self.products[:, places] = self.products[list(places)].T
+        curvature = self.products[places[1:]]
+        if curvature > _LEAST_CURVATURE:
+            self.used += 1
+            self.scale = curvature / self.products[places[2], places[2]]
+        if self.used > self.size:
+            s = np.r_[2 : 2 + self.size, 1]
+            kept = np.r_[0, s, s + self.size + 1]
+            self.rows, self.products = self.rows[kept], self.products[np.ix_(kept, kept)]
+            self.used = self.size
+
+    def direction(self, out: Any) -> float:
+        """Write the direction, and return its product with the gradient."""
+        s, y = self._places()
+        sy, yy = (self.products[np.ix_(rows, y)] for rows in (s, y))
+        sg, yg = self.products[s, 0], self.products[y, 0]
+        alpha, by_s = np.zeros((2, self.used))
+        for i in reversed(range(self.used)):
+            alpha[i] = -(sg[i] + sy[i] @ alpha) / sy[i, i]
+        for i in range(self.used):
+            beta = (by_s @ sy[:, i] - self.scale * (yg[i] + yy[i] @ alpha)) / sy[i, i]
+            by_s[i] = alpha[i] - beta
+        shares = np.zeros(len(self.products))
+        shares[0], shares[s], shares[y] = -self.scale, by_s, -self.scale * alpha
+        torch.mv(self.rows.T, torch.from_numpy(shares).to(out), out=out)
+        return float(shares @ self.products[0])
+
+
+def serves(optimizer: Any) -> bool:
+    """Return whether steps of an optimizer can be ours."""
+    if type(optimizer) is not torch.optim.LBFGS or "step" in vars(optimizer):
+        return False
+    (group,) = optimizer.param_groups
+    kinds = {(p.device, p.dtype) for p in group["params"]}
+    return (
+        group["line_search_fn"] == "strong_wolfe"
+        and len(kinds) == 1
+        and all([p.is_floating_point() for p in group["params"]])
+        and private().strong_wolfe is not None
+    )
+
+
+@torch.optim.Optimizer.profile_hook_step
+@torch.no_grad()
+def step(optimizer: Any, closure: Any, *, evaluations: Any) -> Any:
+    """Take a step of an optimizer, whose evaluations may be replays."""
+    (group,) = optimizer.param_groups
+    leaves, lr, tolerance = group["params"], float(group["lr"]), group["tolerance_change"]
+    state = optimizer.state[leaves[0]]
+    sizes = [p.numel() for p in leaves]
+    closure, direction = torch.enable_grad()(closure), evaluations.direction
+    ahead = [part.view_as(p) for part, p in zip(direction.split(sizes), leaves, strict=True)]
+    direction.zero_()
+
+    def evaluate() -> tuple[float, _Value]:
+        found = evaluations.again()
+        if found is not None:
+            loss, *numbers = found[1].tolist()
+            if math.isfinite(loss) and math.isfinite(numbers[1]):
+                evaluations.latest = evaluations.total
+                return loss, _Value(found[0], *numbers)
+        # A loss that isn't finite is TorchRef's to tell and to reject.
+        evaluations.latest = None
+        gradient, report = evaluations.reported(closure(), lambda p: p.grad)
+        loss, *numbers = report.tolist()
+        return loss, _Value(gradient, *numbers)
+
+    def move(start: list[Any], t: float) -> None:
+        for p, at, by in zip(leaves, start, ahead, strict=True):
+            torch.add(at, by, alpha=t, out=p)
+
+    def along(start: list[Any], t: Any, _: Any) -> tuple[float, _Value]:
+        move(start, float(t))
+        return evaluate()
+
+    loss, value = evaluate()
+    first, evaluated, most = direction.new_tensor(loss), 1, group["max_eval"]
+    history, n = _restored(state, value.gradient, group), state.get("n_iter", 0)
+    t, last = lr, n + group["max_iter"]
+    if value.most <= group["tolerance_grad"]:
+        return first
+    while n < last:
+        n += 1
+        if n == 1:
+            torch.neg(value.gradient, out=direction)
+            slope = float(direction.dot(value.gradient))
+            t = min(1.0, 1.0 / float(value.gradient.abs().sum())) * lr
+        else:
+            moved, change = state["d"] * state["t"], value.gradient - state["prev_flat_grad"]
+            history.note(value.gradient, moved, change)
+            slope, t = history.direction(direction), lr
+        state.update(d=direction.clone(), t=t, prev_flat_grad=value.gradient, prev_loss=loss)
+        if slope > -tolerance:
+            break
+        start = [p.clone() for p in leaves]
+        search = private().strong_wolfe
+        given = along, start, t, direction, loss, value, slope
+        loss, value, t, count = search(*given, max_ls=most - evaluated)
+        t = float(t)
+        move(start, t)
+        state["t"], evaluated = t, evaluated + count
+        still = abs(loss - state["prev_loss"]) < tolerance or value.longest * t <= tolerance
+        if evaluated >= most or value.most <= group["tolerance_grad"] or still:
+            break
+    state.update(history.state(), n_iter=n, func_evals=state.get("func_evals", 0) + evaluated)
+    for p, dx in zip(leaves, value.gradient.split(sizes), strict=True):
+        if p.grad is not None:
+            p.grad.copy_(dx.view_as(p))
+    return first
+
+
+def _restored(state: dict[str, Any], gradient: Any, group: dict[str, Any]) -> _History:
+    """Return the history in an optimizer's state, with room for another step's."""
+    pairs = [*zip(state.get("old_stps", ()), state.get("old_dirs", ()), strict=True)]
+    size = min(group["history_size"], len(pairs) + group["max_iter"])
+    history = _History(gradient, size)
+    for s, y in pairs:
+        history.note(gradient, s, y)
+    history.scale = float(state.get("H_diag", 1.0))
+    return history
