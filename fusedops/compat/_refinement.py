@@ -5,6 +5,7 @@ A method returns NotImplemented where our op can't serve the call; TorchRef's ow
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 import weakref
@@ -173,6 +174,7 @@ class _Terms:
 _terms: Any = weakref.WeakKeyDictionary()
 # By target or scaler.
 _of_module: Any = weakref.WeakKeyDictionary()
+_statistics: Any = weakref.WeakKeyDictionary()
 
 _SIGMA, _EXPONENT, _W_CIS_PROLINE, _W_CIS = 0.3, 4.0, 0.05, 0.0005
 _OF_CONTACTS = "indices", "symop_indices", "cell_offsets", "min_distances", "weights"
@@ -375,24 +377,41 @@ def locality(target: Any, recompute_neighbors: bool = False) -> Any:
     return terms.value.get((b, near, weights), value)
 
 
-def statistics(targets: Any) -> Any:
-    """Return the statistics of targets, made once for the same atoms."""
-    if unserved() or targets.model is None or targets.restraints is None:
+def neighbours(target: Any) -> Any:
+    """Set TorchRef's lists of each atom's nearest others, for which all threads search."""
+    from scipy.spatial import cKDTree
+
+    xyz = target.model.xyz().detach()
+    k = min(target.k_neighbors, len(xyz) - 1)
+    if unserved() or k <= 0 or target.verbose > 1:
         return NotImplemented
-    groups = [x for kind in targets.restraints.restraints.values() for x in kind.values()]
-    inputs = [*targets.parameters(), *targets.buffers(), targets.restraints.h_topo]
+    atoms = xyz.cpu().numpy()
+    tree = cKDTree(atoms)
+    _, near = tree.query(atoms, k=k + 1, workers=torch.get_num_threads())
+    # An atom is its own neighbour, but for coincident ones, whose farthest goes.
+    others = near != np.arange(len(atoms))[:, None]
+    others[others.all(1), -1] = False
+    near = near[others].reshape(len(atoms), k)
+    distances = np.sqrt(((atoms[:, None] - atoms[near]) ** 2).sum(-1))
+    target._neighbor_indices, target._neighbor_distances = (
+        torch.from_numpy(x).to(xyz.device) for x in (near.astype(np.int64), distances)
+    )
+    target._neighbor_xyz = xyz.clone()
+    return None
+
+
+def statistics(target: Any, *, theirs: Any) -> Any:
+    """Return the statistics of a target, or of several, made once for the same atoms."""
+    if unserved() or target.model is None or target.restraints is None:
+        return NotImplemented
+    groups = [x for kind in target.restraints.restraints.values() for x in kind.values()]
+    inputs = [*target.parameters(), *target.buffers(), target.restraints.h_topo]
     for group in groups:
         inputs += group.values() if isinstance(group, dict) else [group]
-    inputs += [x for target in targets.values() for x in vars(target).values()]
-
-    def found() -> dict[str, Any]:
-        each = {
-            name: target.stats() for name, target in targets.items() if hasattr(target, "stats")
-        }
-        return {name: of for name, of in each.items() if of}
-
-    kept = _of_module.setdefault(targets, _Kept()).get(tuple(inputs), found)
-    return {name: dict(of) for name, of in kept.items()}
+    for each in target.values() if hasattr(target, "values") else [target]:
+        inputs += vars(each).values()
+    kept = _statistics.setdefault(target, _Kept())
+    return copy.deepcopy(kept.get(tuple(inputs), lambda: theirs(target)))
 
 
 class _Scaled(torch.autograd.Function):
@@ -575,8 +594,26 @@ METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
     "NonBondedHTarget.forward": (f"{_GEOMETRY}.non_bonded_h", nonbonded),
     "PlanarityTarget.forward": (f"{_GEOMETRY}.planarity", planarity),
     "ADPLocalityTarget.forward": ("torchref.refinement.targets.adp.locality", locality),
-    "CombinedModelTargets.stats": ("torchref.refinement.targets.combined", statistics),
+    "ADPLocalityTarget._build_neighbor_list": (
+        "torchref.refinement.targets.adp.locality",
+        neighbours,
+    ),
     "ScalerBase.forward": ("torchref.scaling.scaler_base", scaled),
     "SolventModel.get_solvent_mask": ("torchref.scaling.solvent", solvent_mask),
     "ADPSimilarityTarget.forward": ("torchref.refinement.targets.adp.similarity", similarity),
 }
+#: The modules of classes whose statistics are served.
+_COUNTED = {
+    "CombinedModelTargets": "torchref.refinement.targets.combined",
+    "AngleTarget": f"{_GEOMETRY}.angles",
+    "BondTarget": f"{_GEOMETRY}.bonds",
+    "ChiralTarget": f"{_GEOMETRY}.chiral",
+    "NonBondedHTarget": f"{_GEOMETRY}.non_bonded_h",
+    "PlanarityTarget": f"{_GEOMETRY}.planarity",
+    "RamachandranTarget": f"{_GEOMETRY}.ramachandran",
+    "TorsionTarget": f"{_GEOMETRY}.torsions",
+    "ADPLocalityTarget": "torchref.refinement.targets.adp.locality",
+    "ADPSigdTarget": "torchref.refinement.targets.adp.sigd",
+    "ADPSimilarityTarget": "torchref.refinement.targets.adp.similarity",
+}
+METHODS |= {f"{name}.stats": (module, statistics) for name, module in _COUNTED.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import fusedops._frame.needs_torch  # noqa: F401
 
@@ -235,17 +235,60 @@ def read_mod_definitions() -> Any:
     return _Read(_names(blocks, "mod"), read)
 
 
-@functools.lru_cache(maxsize=4096)
-def _directions(theirs: Any, points: bytes, hydrogens: bytes, planar: bool, dtype: Any) -> Any:
-    return theirs(*(np.frombuffer(x).reshape(-1, 3) for x in (points, hydrogens)), planar)
+class _Site(NamedTuple):
+    """An atom with riding hydrogens: its residue's template and atoms, and its neighbours."""
+
+    info: dict[str, Any]
+    present: dict[str, int]
+    parent: str
+    others: list[int]
+    placed: list[str]
 
 
-def frame_directions(points: Any, hydrogens: Any, planar: bool, *, theirs: Any) -> Any:
-    """Return the directions of a monomer's hydrogens, made once for all residues of its kind."""
-    if points.dtype != np.float64 or hydrogens.dtype != np.float64:
-        return NotImplemented
-    dtype = _of("config").get_float_dtype()
-    return _directions(theirs, points.tobytes(), hydrogens.tobytes(), planar, dtype)
+def _frames(sites: list[_Site], names: Any, xyz: Any) -> list[tuple[int, Any]]:
+    """Return the third atom of each site's frame and the directions of its hydrogens in it.
+
+    Frames are TorchRef's `_template_frame`, made once for a kind of residue, and those of the model
+    are looked at together. A site without a frame has -1 and zeros.
+    """
+    found = [(-1, np.zeros((len(site.placed), 3))) for site in sites]
+    at, atoms, kept = [], [], {}
+    for n, site in enumerate(sites):
+        if len(site.others) != 1:
+            continue
+        (neighbour,), info, present = site.others, site.info, site.present
+        name = names[neighbour]
+        beside = info["heavy_adjacency"].get(name, [])
+        thirds = [present[x] for x in beside if x != site.parent and x in present]
+        if present.get(name) != neighbour or not thirds:
+            continue
+        third = min(thirds)
+        frame, hydrogens = (site.parent, name, names[third]), tuple(site.placed)
+        key = id(info), frame, hydrogens
+        if key not in kept:
+            kept[key] = _in_template(info, frame, hydrogens)
+        directions = kept[key]
+        if directions is not None:
+            found[n] = third, directions.numpy()
+            at.append(n)
+            atoms.append((present[site.parent], neighbour, third))
+    if at:
+        frames = xyz[np.array(atoms)]
+        model = torch.as_tensor(frames - frames[:, :1], dtype=_of("config").get_float_dtype())
+        degenerate = _of("base.coordinates.local_frame").frame_is_degenerate(*model.unbind(1))
+        for n in np.array(at)[degenerate.numpy()]:
+            found[n] = -1, np.zeros((len(sites[n].placed), 3))
+    return found
+
+
+def _in_template(info: dict[str, Any], frame: tuple[str, ...], hydrogens: tuple[str, ...]) -> Any:
+    """Return the directions of a template's hydrogens in a frame, or None."""
+    index, coords = info["id_to_index"], info["coords"]
+    if any([name not in index for name in (*frame, *hydrogens)]):
+        return None
+    points, ends = (np.stack([coords[index[x]] for x in some]) for some in (frame, hydrogens))
+    planar = bool(info["planar_h"] & set(hydrogens))
+    return _of("topology.hydrogens")._frame_directions(points, ends, planar)
 
 
 def build_hydrogen_topology(
@@ -272,7 +315,7 @@ def build_hydrogen_topology(
     residue = [pdb[name].to_numpy() for name in ("chainid", "resseq", "icode", "resname")]
     first = np.flatnonzero(np.any([x[1:] != x[:-1] for x in residue], 0)) + 1
     known = {kind: templates._template(cif_dict, kind) for kind in dict.fromkeys(kinds)}
-    rows = []
+    sites = []
     for low, high in zip([0, *first], [*first, len(xyz)], strict=True):
         info = known[kinds[low]]
         if info is None:
@@ -286,22 +329,22 @@ def build_hydrogen_topology(
             if hydrogen not in present and parent in present:
                 missing.setdefault(parent, []).append(hydrogen)
         for parent, absent in missing.items():
-            others = bonded[present[parent]]
+            others = bonded[present[parent]].tolist()
             element = info["elements"][info["id_to_index"][parent]].upper()
             room = templates.STANDARD_VALENCE.get(element, 4) - len(others)
-            placed, frame = sorted(absent)[: max(0, room)], None
-            if placed and len(others) == 1:
-                where = int(others[0]), placed, names, present, xyz
-                frame = theirs._template_frame(info, parent, *where)
-            atom, directions = frame or (-1, np.zeros((len(placed), 3)))
-            count = min(len(others), theirs.MAX_HEAVY_NB)
-            padded = [*others[:count], *[-1] * (theirs.MAX_HEAVY_NB - count)]
-            for slot, hydrogen in enumerate(placed):
-                kind = theirs._classify_placement(len(placed), len(others), slot)
-                length = info["ideal_length"].get(hydrogen, 0.97)
-                place = present[parent], kind, slot, padded, count, atom
-                if kind >= 0:
-                    rows.append((*place, length, directions[slot]))
+            placed = sorted(absent)[: max(0, room)]
+            if placed:
+                sites.append(_Site(info, present, parent, others, placed))
+    rows = []
+    for site, (atom, directions) in zip(sites, _frames(sites, names, xyz), strict=True):
+        count = min(len(site.others), theirs.MAX_HEAVY_NB)
+        padded = [*site.others[:count], *[-1] * (theirs.MAX_HEAVY_NB - count)]
+        for slot, hydrogen in enumerate(site.placed):
+            kind = theirs._classify_placement(len(site.placed), len(site.others), slot)
+            length = site.info["ideal_length"].get(hydrogen, 0.97)
+            place = site.present[site.parent], kind, slot, padded, count, atom
+            if kind >= 0:
+                rows.append((*place, length, directions[slot]))
     if not rows:
         return NotImplemented
     rows.sort(key=lambda row: row[1])
@@ -415,7 +458,6 @@ METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
     "dataframe_to_gemmi_structure": ("torchref.io.cif", dataframe_to_gemmi_structure),
     "read_link_definitions": ("torchref.topology.restraints", read_link_definitions),
     "read_mod_definitions": ("torchref.topology.templates", read_mod_definitions),
-    "_frame_directions": ("torchref.topology.hydrogens", frame_directions),
     "build_hydrogen_topology": ("torchref.topology.riding", build_hydrogen_topology),
     "build_h_candidate_pairs": ("torchref.topology.riding", build_h_candidate_pairs),
 }
