@@ -27,6 +27,8 @@ _LONGEST = 256
 
 #: The most bytes of scratch that are allocated as one.
 _TOGETHER = 1 << 24
+#: The most bytes that a call may take more for it, and never more than an eighth.
+_MORE = 1 << 20
 #: Torch allocates memory in multiples of so many bytes.
 _UNIT = 512
 
@@ -414,21 +416,26 @@ def _together(
 ) -> tuple[dict[int, int], int]:
     """Return places in one memory, by number, of tensors that launches alone use, and its size.
 
-    Tensors that live at once lie apart. There are no places where the memory would be large, or an
-    eighth more than separate memories.
+    Tensors that live at once lie apart. There are no places where the memory would be large, or a
+    call, which keeps it to its end, would take much more than with separate memories.
     """
     calls = [step for step in steps if isinstance(step, _Call) and step.function is not None]
     given = {values[number].root for step in calls for number in _used(step)}
     # By number: the size of a tensor, and the first and the last step of its life.
     spans: dict[int, tuple[int, int, int]] = {}
+    others: list[tuple[int, int, int]] = []
     for at, step in enumerate(steps):
         if isinstance(step, _Call) and step.function is None:
             (number,), (shape, strides, dtype) = step.made, step.args
-            if number not in given and last[number] > at:
+            if last[number] > at:
                 steps_to_last = [(n - 1) * by for n, by in zip(shape, strides, strict=True)]
                 extent = 0 if 0 in shape else 1 + sum(steps_to_last)
                 size = -(-extent * dtype.itemsize // _UNIT) * _UNIT
-                spans[number] = size, at, last[number]
+                span = size, at, last[number]
+                if number in given:
+                    others.append(span)
+                else:
+                    spans[number] = span
     places: dict[int, int] = {}
     # The longest lives come first, each at the first place that has room.
     longest_first = sorted(spans.items(), key=lambda item: item[1][1] - item[1][2])
@@ -442,11 +449,17 @@ def _together(
                 place = max(place, places[other] + other_size)
         places[number] = place
     total = max([place + spans[number][0] for number, place in places.items()], default=0)
-    by_parts = [
-        sum([size for size, first, until in spans.values() if first <= at <= until])
-        for at in range(len(steps))
-    ]
-    if total > min(_TOGETHER, max(by_parts, default=0) * 9 // 8):
+
+    def most(living: list[tuple[int, int, int]]) -> int:
+        """Return the most bytes that live at once."""
+        alive = [
+            sum([size for size, first, until in living if first <= at <= until])
+            for at in range(len(steps))
+        ]
+        return max(alive, default=0)
+
+    apart = most([*spans.values(), *others])
+    if total > _TOGETHER or total + most(others) > apart + min(apart // 8, _MORE):
         return {}, 0
     return places, total
 
