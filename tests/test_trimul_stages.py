@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -75,3 +77,12 @@ def test_parts_of_cotangents_are_read_in_their_place(monkeypatch):
     monkeypatch.setattr("gpukern.trimul.stages._PAIRS", 1 << 15)
     shape, kind = (2, 264, 256, 128, 128, 2), (torch.bfloat16, "bf16", 3e-2)
     test_kernels_are_the_formula(sides_vjp, shape, *kind, "output", False, "cuda")
+
+
+def test_offsets_of_a_stage_count_its_channels():
+    """No weight tells the channels of o, by which its memory needs more than 32 bits."""
+    stages = pytest.importorskip("gpukern.trimul.stages")
+    given = collections.namedtuple("Given", ["x", "g_out_weight", "eps", "precision"])
+    x = torch.empty(1, 2904, 2904, 8, dtype=torch.bfloat16)
+    a = given(x, torch.zeros(8, 8), 1e-5, None)
+    assert [str(stages._update(a, H).long) for H in (16, 256)] == ["int32", "int64"]

@@ -156,7 +156,7 @@ class Update:
     written; places without an edge hold zeros.
     """
 
-    def __init__(self, a: Any) -> None:
+    def __init__(self, a: Any, H: int | None = None) -> None:
         self.x, self.mask = aligned(a.x), a.mask
         w = Weights(*[aligned(getattr(a, name)) for name in Weights._fields])
         if w.p_in_weight.dtype != w.g_in_weight.dtype:
@@ -170,7 +170,8 @@ class Update:
         x = self.x
         # L lines of N pairs; in a whole update L is N.
         self.B, self.L, self.N, self.C = x.shape
-        self.H, self.G = len(w.p_in_weight) // 2, len(w.g_out_weight)
+        # A stage may have no weights that tell H.
+        self.H, self.G = len(w.p_in_weight) // 2 if H is None else H, len(w.g_out_weight)
         self.pitch, self.width = up(self.N), up(self.C + 1)
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
         self.dtype = dtype or torch.promote_types(x.dtype, torch.float32)

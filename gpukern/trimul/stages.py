@@ -38,9 +38,7 @@ def _update(a: Any, H: int) -> Update:
     needed = "p_in_weight", "g_in_weight", "g_out_weight"
     others = dict.fromkeys(Weights._fields) | dict.fromkeys(needed, none)
     others |= {"mask": None, "gate": "output"} | given
-    update = Update(SimpleNamespace(**others, direction="outgoing", max_memory=0))
-    update.H = H
-    return update
+    return Update(SimpleNamespace(**others, direction="outgoing", max_memory=0), H)
 
 
 def triangle_sides(a: Any, y: Any) -> None:
