@@ -36,6 +36,7 @@ _UNIT = 512
 _DIRECT = triton.__version__.startswith("3.6.") and torch.version.cuda is not None
 
 _here = threading.local()
+_switching = threading.Lock()
 
 aten = torch.ops.aten
 _EMPTY = {
@@ -252,14 +253,16 @@ def _switched(tf32: bool, function: Callable[..., Any], *args: Any, **options: A
     name, values = "fp32_precision", ("ieee", "tf32")
     if not hasattr(matmul, name):
         name, values = "allow_tf32", (False, True)
-    before, now = getattr(matmul, name), values[tf32]
-    if before == now:
-        return function(*args, **options)
-    setattr(matmul, name, now)
-    try:
-        return function(*args, **options)
-    finally:
-        setattr(matmul, name, before)
+    # The switch is the process's: without turns, threads would leave one another's setting behind.
+    with _switching:
+        before, now = getattr(matmul, name), values[tf32]
+        if before == now:
+            return function(*args, **options)
+        setattr(matmul, name, now)
+        try:
+            return function(*args, **options)
+        finally:
+            setattr(matmul, name, before)
 
 
 def product(tf32: bool | None, function: Callable[..., Any], *args: Any, **options: Any) -> None:
