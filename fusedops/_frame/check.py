@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import numbers
 import operator
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -157,87 +156,61 @@ def own_memory(op: str, name: str, tensor: Any) -> None:
     refuse(TypeError, op, name, f"is {was}", f"be {advice}")
 
 
-def sharing(one: Any, others: Iterable[Any]) -> int | None:
-    """Return the place of the first array whose memory may overlap one's, or None.
+def sharing(one: Any, others: Sequence[Any]) -> Callable[[Any, Sequence[Any]], int | None]:
+    """Return a function that finds the first array whose memory may overlap one's, or None.
 
-    Tensors without memory overlap nothing, and neither does None.
+    It serves arrays of these kinds. Tensors without memory overlap nothing, and neither does None.
     """
-    of_arrays = isinstance(one, np.ndarray)
-    torch = None if of_arrays else sys.modules["torch"]
-    if torch and (torch.compiler.is_compiling() or private().transforming()):
-        return None
-    own = None
-    for at, array in enumerate(others):
-        if of_arrays and isinstance(array, np.ndarray):
-            if np.may_share_memory(one, array):
+    if any([isinstance(array, np.ndarray) for array in (one, *others)]):
+
+        def by_views(one: Any, others: Sequence[Any]) -> int | None:
+            view = _view(one)
+            for at, array in enumerate(others):
+                if np.may_share_memory(view, _view(array)):
+                    return at
+            return None
+
+        return by_views
+    own = _span(one) if _has_memory(one) else 0
+    spans = [_span(b) if own and _has_memory(b) and b.device == one.device else 0 for b in others]
+    near = [(at, span) for at, span in enumerate(spans) if span]
+
+    def by_addresses(one: Any, others: Sequence[Any]) -> int | None:
+        start = one.data_ptr() if near else 0
+        for at, span in near:
+            begin = others[at].data_ptr()
+            if start < begin + span and begin < start + own:
                 return at
-        elif array is not None:
-            own, memory = own or _memory(one), _memory(array)
-            near = own and memory and own[0] < memory[1] and memory[0] < own[1]
-            if near and device_of(one) == device_of(array):
-                return at
-    return None
-
-
-def apart(one: Any, others: Iterable[Any]) -> Callable[[Any, Iterable[Any]], bool] | None:
-    """Return a function that compares tensors of the same kinds by their addresses alone.
-
-    It tells whether the memory of the first surely overlaps none of the others', and is None for
-    arrays of NumPy's, and for tensors of a transform, which have no address.
-    """
-    if isinstance(one, np.ndarray) or private().transforming():
         return None
 
-    def around(array: Any) -> tuple[int, int] | None:
-        memory = None if array is None else _memory(array)
-        return memory and (memory[0] - array.data_ptr(), memory[1] - array.data_ptr())
-
-    own, spans = around(one), [around(array) for array in others]
-
-    def are(one: Any, others: Iterable[Any]) -> bool:
-        if own is None:
-            return True
-        start = one.data_ptr()
-        low, high = start + own[0], start + own[1]
-        for span, array in zip(spans, others, strict=True):
-            if span is not None:
-                start = array.data_ptr()
-                if low < start + span[1] and start + span[0] < high:
-                    return False
-        return True
-
-    return are
+    return by_addresses
 
 
-def _memory(array: Any) -> tuple[int, int] | None:
-    """Return where an array's memory begins and ends, if it has any."""
+def _view(array: Any) -> np.ndarray:
+    """Return an array as it is, and a tensor's memory on the CPU as an array."""
     if isinstance(array, np.ndarray):
-        start, strides, unit = array.ctypes.data, array.strides, 1
-    elif type(array) not in _of_memory() or array.is_meta:
-        return None
-    else:
-        start, unit = array.data_ptr(), array.itemsize
-        if array.is_contiguous():
-            return (start, start + array.nbytes) if array.nbytes else None
-        strides = array.stride()
-    if 0 in array.shape:
-        return None
-    low, high = _span(array.shape, strides)
-    return start + low * unit, start + high * unit + array.itemsize
+        return array
+    held = _has_memory(array) and array.is_cpu
+    return bridge().tensors.as_numpy(array) if held else np.empty(0)
 
 
-@functools.cache
-def _of_memory() -> tuple[type, ...]:
+def _has_memory(tensor: Any) -> bool:
+    """Return whether a tensor has an address: one that torch traces or transforms has none."""
     torch = sys.modules["torch"]
-    return torch.Tensor, torch.nn.Parameter
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and not tensor.is_meta
+        and not torch.compiler.is_compiling()
+        and not private().transforming()
+    )
 
 
-@functools.lru_cache(512)
-def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
-    """Return where the elements of an array lie, from the lowest to the highest."""
-    last = [(n - 1) * stride for n, stride in zip(shape, strides, strict=True)]
-    low, high = (sum([at for at in last if (at > 0) == up]) for up in (False, True))
-    return low, high
+def _span(tensor: Any) -> int:
+    """Return the bytes from a tensor's first element to the end of its last."""
+    if tensor.is_contiguous() or 0 in tensor.shape:
+        return int(tensor.nbytes)
+    last = [(n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return (sum(last) + 1) * int(tensor.itemsize)
 
 
 def holds(op: str, name: str, state: Any, x: Any, other: str = "x") -> None:

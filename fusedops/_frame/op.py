@@ -310,10 +310,10 @@ class Op(Generic[F_co]):
         # Look at converted arguments as well as given ones: a conversion may copy, or be a view.
         converted = (*zip(names, arrays, strict=True), *[(None, value) for value in others])
         for argument, value in (*given.items(), *converted):
-            parts = _named_arrays(argument, value)
-            shared = sharing(out, [array for _, array in parts])
+            theirs, held = _named_arrays(argument, value)
+            shared = sharing(out, held)(out, held)
             if shared is not None:
-                refuse(ValueError, name, "out", f"shares memory with {parts[shared][0]}", "not")
+                refuse(ValueError, name, "out", f"shares memory with {theirs[shared]}", "not")
         return out if bound.lead is None else flat(out, out.ndim - len(bound.lead))
 
     def vjp(
@@ -445,15 +445,11 @@ def _check_bound(op: str, primitive: Primitive, bound: Any) -> None:
     refuse(TypeError, op, "its function", was, should)
 
 
-def _named_arrays(name: str | None, value: Any) -> list[tuple[str | None, Any]]:
-    """Return the arrays of an argument with its name; None means the packed one's own names."""
-    if is_array(value):
-        return [(name, value)]
-    if not isinstance(value, Packed):
-        return []
-    return [
-        (name or field, array) for field, array in zip(value._fields, value.arrays(), strict=False)
-    ]
+def _named_arrays(name: str | None, value: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Return the names and arrays of an argument; without a name a packed one's have their own."""
+    if isinstance(value, Packed):
+        return [name or field for field in value._fields], value.arrays()
+    return ([name], [value]) if is_array(value) else ([], [])
 
 
 _OUT = """

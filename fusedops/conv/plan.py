@@ -10,7 +10,6 @@ import numpy as np
 
 from fusedops._frame.arrays import is_writable, namespace
 from fusedops._frame.check import (
-    apart,
     device_of,
     indices,
     is_traced,
@@ -207,21 +206,23 @@ def read_sequences(name: str, cu_seqlens: Any, first: str, x: Any) -> Sequences 
     return sequences
 
 
-def may_update(name: str, a: Any, others: Sequence[str]) -> Callable[[Any], Any] | None:
+def may_update(name: str, a: Any, others: Sequence[str]) -> Callable[[Any], None]:
     """Raise unless a call's state can be updated in place, without a change of other arguments.
 
-    Returns a quicker check for other calls of the kind, if there is one.
+    Returns the check of memory that other calls of the kind need.
     """
     pick = operator.attrgetter(*others)
-    at = sharing(a.state, pick(a))
-    if at is not None:
-        raise ValueError(f"{name}: {others[at]} shares memory with state; it should not")
+    shared = sharing(a.state, pick(a))
+
+    def are_apart(a: Any) -> None:
+        at = shared(a.state, pick(a))
+        if at is not None:
+            raise ValueError(f"{name}: {others[at]} shares memory with state; it should not")
+
+    are_apart(a)
     if not is_writable(a.state):
         raise ValueError(f"{name}: state is read-only; it should be writable, to be updated")
-    are_apart = apart(a.state, pick(a))
-    if are_apart is None:
-        return None
-    return lambda a: are_apart(a.state, pick(a)) or may_update(name, a, others)
+    return are_apart
 
 
 def readable(array: Any) -> Any:
