@@ -46,9 +46,10 @@ def plan(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[Any, A
     if asked and primitive.mutates:
         raise RuntimeError(primitive.no_gradient(primitive.name))
     # A registered op has no rule for transforms, and its outputs lose tangents.
-    if private().transforming() or has_tangent(arrays):
+    traces = transforms() and traced()
+    if private().transforming() or has_tangent(arrays) or (traces and asked):
         return functools.partial(transformed, primitive)
-    if transforms() and traced():
+    if traces:
         return functools.partial(call_registered, primitive)
     if asked:
         return recorded(primitive, a, slots)

@@ -256,7 +256,7 @@ class _Transformed(_Differentiable):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         ctx.step, ctx.others, *arrays = inputs
-        ctx.save_for_backward(*arrays, *[output[at] for at in ctx.step.kept])
+        ctx.save_for_backward(*arrays, *ctx.step.beside(ctx.others, output))
         ctx.save_for_forward(*arrays, *output)
         ctx.set_materialize_grads(False)
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from fusedops._frame import registry
-from fusedops._frame.bridge.autograd import Step
+from fusedops._frame.bridge.autograd import transformed
 from fusedops._frame.bridge.evaluation import evaluation, into
+from fusedops._frame.bridge.modes import watched
 from fusedops._frame.check import reference
 from fusedops._frame.kinds import Plans, kind_of
 from fusedops._frame.packed import Packed
@@ -52,24 +53,14 @@ def _put_together(primitive: Primitive, flat: Sequence[Any]) -> tuple[Any, ...]:
 def call_registered(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Any:
     """Return outputs where torch traces a call."""
     given = len(primitive.arrays) + len(primitive.constants)
-    differ = any(isinstance(array, torch.Tensor) and array.requires_grad for array in a[:given])
-    made = primitive.with_saved(slots) if differ else slots
-    wanted = [slot is not None for slot in made]
-    operator = getattr(torch.ops.fusedops, primitive.name)
     flat = _take_apart(primitive, a[given:])
+    wanted = [slot is not None for slot in slots]
+    operator = getattr(torch.ops.fusedops, primitive.name)
     outputs = operator(*a[:given], *flat, wanted, registry.asked() or "")
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    return into(primitive, slots, _made(primitive, a, made, outputs))
-
-
-def _made(primitive: Primitive, a: Any, slots: Sequence[Any], outputs: Sequence[Any]) -> Any:
-    """Return outputs, or their cotangents, with None for each empty tensor that stands for none."""
-    return tuple(
-        [
-            output if slot is not None and known is not None else None
-            for output, slot, known in zip(outputs, slots, primitive.describe(a), strict=True)
-        ]
-    )
+    # An empty tensor stands for an output that the call lacks.
+    made = zip(outputs, primitive.describe(a), strict=True)
+    return into(primitive, slots, [None if known is None else output for output, known in made])
 
 
 _library = torch.library.Library("fusedops", "DEF")
@@ -88,9 +79,7 @@ class _Registered:
         _library.impl(primitive.name, self.evaluate, "CompositeExplicitAutograd")
         torch.library.register_fake(self.name, self.fake, lib=_library)
         if not primitive.mutates:
-            torch.library.register_autograd(
-                self.name, self.backward, setup_context=self.setup_context, lib=_library
-            )
+            _library.impl(primitive.name, self.differentiate, "Autograd")
 
     def schema(self) -> str:
         """Return the op's signature, as torch writes signatures."""
@@ -139,32 +128,13 @@ class _Registered:
         ]
         return _returned(a, slots, made)
 
-    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        a, slots, backend = self.record(inputs)
+    def differentiate(self, *args: Any) -> Any:
+        if not watched(args[: len(self.primitive.arrays)]):
+            with private().below_autograd():
+                return getattr(torch.ops.fusedops, self.primitive.name)(*args)
+        a, slots, backend = self.record(args)
         with registry.asking(backend):
-            ctx.step = step = Step(self.primitive, a, tuple(slots))
-        ctx.others, ctx.flat = a[step.others], inputs[self.given :]
-        y = _made(self.primitive, a, slots, output if isinstance(output, tuple) else (output,))
-        ctx.known = [value is not None for value in y]
-        ctx.save_for_backward(*step.given(a), *step.beside(ctx.others, y))
-        ctx.set_materialize_grads(False)
-
-    def backward(self, ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
-        step, primitive = ctx.step, self.primitive
-        if step.slots != primitive.with_saved(step.slots):
-            raise RuntimeError(f"torch.ops.{self.name}: its gradient needs more outputs wanted")
-        dy = [dy if known else None for dy, known in zip(cotangents, ctx.known, strict=True)]
-        needed = step.given(ctx.needs_input_grad)
-        saved = ctx.saved_tensors[: step.own]
-        gradients = step.pull_back(None, needed, dy, ctx.others, saved)
-        # Torch takes a list of tensors for as many arguments, and an empty one for a list of these.
-        nothing = [
-            [None] * len(value)
-            if isinstance(value, list) and all([isinstance(part, torch.Tensor) for part in value])
-            else None
-            for value in ctx.flat
-        ]
-        return (*step.spread(gradients), *[None] * len(primitive.constants), *nothing)
+            return _returned(a, slots, transformed(self.primitive, a, slots))
 
 
 def _returned(a: Any, slots: Sequence[Any], outputs: Sequence[Any]) -> Any:
