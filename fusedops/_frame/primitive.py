@@ -31,12 +31,13 @@ poison = False
 
 
 def poisoned(arrays: Sequence[Any]) -> None:
-    """Fill new outputs with NaN."""
+    """Fill new outputs of floats with NaN."""
     for array in arrays:
-        if array is not None:
+        if isinstance(array, np.ndarray):
             # uint16 holds the bits of bfloat16; these bits are a NaN.
-            value = 0x7FC0 if array.dtype == np.uint16 else float("nan")
-            array.fill(value) if isinstance(array, np.ndarray) else array.fill_(value)
+            array.fill(0x7FC0 if array.dtype == np.uint16 else np.nan)
+        elif array is not None and array.is_floating_point():
+            array.fill_(np.nan)
 
 
 def _parsed(primitive: str, lines: Mapping[str, str], parse: Callable[[str], T]) -> dict[str, T]:
@@ -315,24 +316,7 @@ def _on_numpy(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[A
     locked = [at for at, b in present if backend.name == "numba" and not b.flags.writeable]
     filled = [at for at, slot in enumerate(slots) if isinstance(slot, np.ndarray)]
     fit = [at for at in filled if slots[at].dtype == dtype and slots[at].flags.aligned]
-    made = [
-        (at, tuple(output[0]), memory.empty_of(output[0], dtype))
-        for at, (slot, output) in enumerate(zip(slots, described, strict=True))
-        if output is not None and slot is not None and at not in fit
-    ]
-    size, record = len(slots), primitive.Outputs._make
-
-    def run(a: Any, slots: Sequence[Any]) -> Any:
-        outputs: list[Any] = [None] * size
-        for at, shape, empty in made:
-            outputs[at] = empty(shape, dtype)
-        if poison:
-            poisoned(outputs)
-        for at in fit:
-            outputs[at] = slots[at]
-        y = record(outputs)
-        kernel(a, y)
-        return y
+    run = filling(primitive, kernel, slots, arrays_of(dtype), described, fit)
 
     def unlocked(a: Any, slots: Sequence[Any]) -> Any:
         free = {primitive.Arguments._fields[at]: _as_writable(a[at]) for at in locked}
@@ -344,6 +328,45 @@ def _on_numpy(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[A
     if plain and not (unfit or locked or filled):
         return run
     return converted(primitive, unlocked if locked else run, unfit, described)
+
+
+def filling(
+    primitive: Primitive,
+    kernel: Callable[[Any, Any], None],
+    slots: Sequence[Any],
+    empty: Callable[[Any, Any], Callable[[], Any]],
+    described: Sequence[Any],
+    fit: Sequence[int],
+) -> Callable[[Any, Any], Any]:
+    """Return a function that makes outputs, but takes those at `fit` from slots, and runs a kernel.
+
+    `empty` returns a function that makes arrays of the shape and dtype of an output.
+    """
+    made = [
+        (at, empty(*output))
+        for at, (slot, output) in enumerate(zip(slots, described, strict=True))
+        if output is not None and slot is not None and at not in fit
+    ]
+    size, record = len(slots), primitive.Outputs._make
+
+    def run(a: Any, slots: Sequence[Any]) -> Any:
+        outputs: list[Any] = [None] * size
+        for at, make in made:
+            outputs[at] = make()
+        if poison:
+            poisoned(outputs)
+        for at in fit:
+            outputs[at] = slots[at]
+        y = record(outputs)
+        kernel(a, y)
+        return y
+
+    return run
+
+
+def arrays_of(dtype: np.dtype) -> Callable[[Any, Any], Callable[[], Any]]:
+    """Return the `empty` of `filling` for NumPy arrays of one dtype."""
+    return lambda shape, _: functools.partial(memory.empty_of(shape, dtype), tuple(shape), dtype)
 
 
 def converted(

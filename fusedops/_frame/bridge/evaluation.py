@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusedops._frame import primitive as primitive_frame
 from fusedops._frame import registry
 from fusedops._frame.bridge.tensors import layout_of, np_dtype
 from fusedops._frame.check import own_memory, reference, refuse
-from fusedops._frame.primitive import Primitive, converted, poisoned
+from fusedops._frame.primitive import Primitive, arrays_of, converted, filling
 from fusedops._frame.torch_private import private
-from fusedops._host import memory
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -76,32 +74,20 @@ def _on_tensors(
 ) -> Callable[[Any, Any], Any]:
     """Return a function that makes outputs and runs a kernel on tensors."""
     device = reference(a).device
-    made = [
-        (at, output[0], torch.empty(output[0], device="meta").stride(), output[1])
-        for at, (slot, output) in enumerate(zip(slots, primitive.describe(a), strict=True))
-        if slot is True and output is not None
-    ]
-    empty = _empty_on(device)
-    filled = [at for at, slot in enumerate(slots) if isinstance(slot, torch.Tensor)]
-    count, Outputs = len(slots), primitive.Outputs
+
+    def empty(shape: Any, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+        if device.type == "cuda":
+            strides = torch.empty(shape, device="meta").stride()
+            return functools.partial(private().empty_strided_cuda, shape, strides, dtype)
+        return functools.partial(torch.empty, shape, dtype=dtype, device=device)
+
     room = importlib.import_module(str(backend.package).partition(".")[0])
     per_plan = getattr(room, "per_plan", None)
     work = kernel if per_plan is None else per_plan(kernel, device)
     if torch.is_autocast_enabled(device.type):
         work = _without_autocast(work)
-
-    def run(a: Any, slots: Sequence[Any]) -> Any:
-        outputs: list[Any] = [None] * count
-        for at, shape, strides, dtype in made:
-            outputs[at] = empty(shape, strides, dtype)
-        if primitive_frame.poison:
-            poisoned([y for y in outputs if y is not None and y.is_floating_point()])
-        for at in filled:
-            outputs[at] = slots[at]
-        y = Outputs._make(outputs)
-        work(a, y)
-        return y
-
+    given = [at for at, slot in enumerate(slots) if isinstance(slot, torch.Tensor)]
+    run = filling(primitive, work, slots, empty, primitive.describe(a), given)
     if device.type != "cuda":
         return run
 
@@ -115,15 +101,6 @@ def _on_tensors(
             return run(a, slots)
 
     return on_its_device
-
-
-def _empty_on(device: torch.device) -> Callable[..., torch.Tensor]:
-    """Return a function of shape, strides and dtype that makes tensors on the current device."""
-    if device.type == "cuda":
-        return private().empty_strided_cuda
-    return lambda shape, strides, dtype: torch.empty_strided(
-        shape, strides, dtype=dtype, device=device
-    )
 
 
 def _without_autocast(work: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
@@ -159,34 +136,23 @@ def _on_numpy(
     fit = [at for at in tensors if _is_fit(slots[at], dtype)]
     seen = [(at, *layout_of(b)) for at, b in enumerate(cast) if isinstance(b, torch.Tensor)]
     filled = [(at, *layout_of(slots[at])) for at in fit]
-    kind = np_dtype(dtype)
-    made = [
-        (at, tuple(output[0]), memory.empty_of(output[0], kind))
-        for at, (slot, output) in enumerate(zip(slots, outputs, strict=True))
-        if output is not None and slot is not None and at not in fit
-    ]
     work = _filled_by(kernel) if backend.package is None else kernel
     if kernel in registry.told_of_tensors:
         work = functools.partial(kernel, tensors=True)
     Arguments, Outputs = primitive.Arguments._make, primitive.Outputs._make
-    size, view = len(slots), np.ndarray
-    wrap = torch.from_numpy if dtype != torch.bfloat16 else _from_bits
+    wrap, view = torch.from_numpy if dtype != torch.bfloat16 else _from_bits, np.ndarray
+    run = filling(primitive, work, slots, arrays_of(np_dtype(dtype)), outputs, fit)
 
     def fill(a: Any, slots: Sequence[Any]) -> Any:
         arrays: list[Any] = list(a)
         for at, shape, of, held, strides in seen:
             arrays[at] = view(shape, of, held(arrays[at].data_ptr()), 0, strides)
-        found: list[Any] = [None] * size
-        y: list[Any] = [None] * size
-        for at, shape, empty in made:
-            y[at] = array = empty(shape, kind)
-            found[at] = wrap(array)
-        if primitive_frame.poison:
-            poisoned(y)
+        given = list(slots)
         for at, shape, of, held, strides in filled:
-            found[at] = slot = slots[at]
-            y[at] = view(shape, of, held(slot.data_ptr()), 0, strides)
-        work(Arguments(arrays), Outputs(y))
+            given[at] = view(shape, of, held(slots[at].data_ptr()), 0, strides)
+        found = [None if y is None else wrap(y) for y in run(Arguments(arrays), given)]
+        for at in fit:
+            found[at] = slots[at]
         return Outputs(found)
 
     plain = all([output is None or output[1] == dtype for output in outputs])
