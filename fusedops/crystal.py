@@ -113,7 +113,7 @@ def _recorded(tensor: Any, function: Any, adjoint: Any) -> Any:
 @functools.cache
 def _differentiable() -> Any:
     """Return the autograd.Function for tensors; its class can't be declared without torch."""
-    from fusedops._frame.bridge import batched
+    from fusedops._frame.bridge.autograd import is_batch, row_by_row
 
     torch = sys.modules["torch"]
 
@@ -137,7 +137,7 @@ def _differentiable() -> Any:
             def pull_back(dy: Any) -> Any:
                 return [Linear.apply(*dy, ctx.adjoint, ctx.function)]
 
-            (dx,) = batched.row_by_row(pull_back, [dy]) if batched.is_batch(dy) else pull_back([dy])
+            (dx,) = row_by_row(pull_back, [dy]) if is_batch(dy) else pull_back([dy])
             return dx, None, None
 
         @staticmethod

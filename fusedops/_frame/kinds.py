@@ -8,6 +8,7 @@ kind holds an array.
 
 from __future__ import annotations
 
+import functools
 import operator
 import threading
 import weakref
@@ -116,15 +117,8 @@ def forget_plans() -> None:
         plans.clear()
 
 
-class Made:
-    """An argument of a primitive that every call makes anew from arguments of the op."""
-
-    def __init__(self, function: Callable[..., Any], *of: Any) -> None:
-        self.function, self.of = function, of
-
-    def make(self) -> Any:
-        """Return the argument of the call that it was first made for."""
-        return self.function(*self.of)
+#: An argument of a primitive that every call makes anew, by a function of arguments of the op.
+Made = functools.partial
 
 
 def are_one(values: Sequence[Any]) -> bool:
@@ -148,10 +142,10 @@ def arranged(
     made = []
     for at, part in enumerate(parts):
         if isinstance(part, Made):
-            of = arranged(part.of, values)
+            of = arranged(part.args, values)
             if of is None:
                 return None
-            made.append((at, part.function, of))
+            made.append((at, part.func, of))
             places.append(None)
         elif type(part) in CONSTANTS:
             places.append(len(values) + len(constants))

@@ -193,7 +193,7 @@ class Op(Generic[F_co]):
             if fill is not None:
                 parts = parts._replace(**{argument: Made(fill, value)})
         lead = None if lead is None or len(lead) == 1 else lead
-        a = [part.make() if isinstance(part, Made) else part for part in parts]
+        a = [part() if isinstance(part, Made) else part for part in parts]
         a = primitive.Arguments._make(a)
         primitive.sizes(a, name, self.names)
         look = bound.values and (bound.values(a) or bound.values)
@@ -248,7 +248,7 @@ class Op(Generic[F_co]):
         passed on, such as a 0-d array for an int, counts by more than its kind.
         """
         arrange = arranged(bound.parts, values)
-        used = [part.of if isinstance(part, Made) else (part,) for part in bound.parts]
+        used = [part.args if isinstance(part, Made) else (part,) for part in bound.parts]
         counted = {id(source) for sources in used for source in sources}
         passed = all([type(value) in CONSTANTS or id(value) in counted for value in values])
         if arrange is None or not passed:

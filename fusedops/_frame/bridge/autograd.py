@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from fusedops._frame import registry
-from fusedops._frame.bridge.batched import is_batch, row_by_row
 from fusedops._frame.bridge.evaluation import as_written, evaluation, into
 from fusedops._frame.bridge.modes import pushed_forward, transforms
 from fusedops._frame.check import reference
@@ -207,6 +206,46 @@ def pulled_back(
     return _pulled_back_by_formula(primitive, a, dy, wanted) if found is NotImplemented else found
 
 
+# Under `is_grads_batched` cotangents are batches in disguise, without memory of their own and
+# without a way to ask for their rule.
+_BATCHED: Any = private().dispatch_key("Batched")
+
+#: Torch nests no more batches than that.
+_LEVELS = 64
+
+
+def is_batch(tensor: torch.Tensor | None) -> bool:
+    """Return whether a tensor is a batch in disguise."""
+    return tensor is not None and private().dispatch_keys(tensor).has(_BATCHED)
+
+
+def row_by_row(
+    pull_back: Callable[[tuple[Any, ...]], Sequence[Any]], dy: Sequence[Any]
+) -> list[Any]:
+    """Return cotangents, batches again, of a pullback that takes no batches."""
+    level, first = _level(next(cotangent for cotangent in dy if is_batch(cotangent)))
+    count = len(first)
+    columns = [
+        private().remove_batch_dim(cotangent, level, count, 0)
+        if is_batch(cotangent)
+        else [cotangent] * count
+        for cotangent in dy
+    ]
+    found = _stacked(pull_back, columns)
+    return [None if rows is None else private().add_batch_dim(rows, 0, level) for rows in found]
+
+
+def _level(tensor: Any) -> tuple[int, torch.Tensor]:
+    """Return how deep a batch is nested, and its plain tensor, whose first dimension it hides."""
+    for level in range(1, _LEVELS + 1):
+        plain = private().remove_batch_dim(tensor, level, 1, 0)
+        if not is_batch(plain):
+            return level, plain
+    raise NotImplementedError(
+        "a batch of batched cotangents can't be pulled back; use torch.func's vmap, or one batch"
+    )
+
+
 def _pulled_back_by_formula(
     primitive: Primitive, a: Any, dy: Sequence[torch.Tensor | None], wanted: Sequence[Any]
 ) -> tuple[Any, ...]:
@@ -294,12 +333,19 @@ class _Transformed(_Differentiable):
             else array.unbind(dim) or [array.new_zeros(array.movedim(dim, 0).shape[1:])]
             for array, dim in zip(arrays, in_dims[2:], strict=True)
         ]
-        rows = [_Transformed.apply(step, others, *row) for row in zip(*columns, strict=True)]
-        stacked = [
-            None if column[0] is None else torch.stack(column)[: info.batch_size]
-            for column in zip(*rows, strict=True)
-        ]
-        return tuple(stacked), tuple([None if column is None else 0 for column in stacked])
+        found = _stacked(lambda row: _Transformed.apply(step, others, *row), columns)
+        batches = [None if rows is None else rows[: info.batch_size] for rows in found]
+        return tuple(batches), tuple([None if rows is None else 0 for rows in batches])
+
+
+def _stacked(
+    function: Callable[[tuple[Any, ...]], Sequence[Any]], columns: Sequence[Any]
+) -> list[Any]:
+    """Return a function's results of every row of the columns, one column for each result."""
+    rows = [function(row) for row in zip(*columns, strict=True)]
+    return [
+        None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)
+    ]
 
 
 def _alive(value: Any) -> Any:
