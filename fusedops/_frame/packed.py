@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import numpy as np
-
 from fusedops._frame.check import (
     device_of,
     dtype_name,
@@ -81,27 +79,20 @@ class Packed:
         An object that isn't `lasting` serves one call, and gets tensors only where it needs them.
         """
         held = self.__dict__
-        arrays = [parts.pop(name) for name in self._fields]
+        arrays = self._record(*[parts.pop(name) for name in self._fields])
         held.update(parts)
         if is_tensor(arrays[0]):
-            held["device"] = device_of(arrays[0])
-            held["_tensors"] = self._record(*arrays)
-            if self.device != "cpu":
-                held.update(zip(self._fields, arrays, strict=True))
-                return
+            held.update(device=device_of(arrays[0]), _tensors=arrays)
         else:
             held["_arrays"] = arrays
-            for name, array in zip(self._fields, arrays, strict=True):
-                held[name] = _read_only(array.view())
             if device != "cpu":
                 moved = dict(self.to(device).__dict__)
                 held.clear()
                 held.update(moved)
-                return
-            if lasting and "torch" in sys.modules:
+            elif lasting and "torch" in sys.modules:
                 # Tensors first made inside of a compiled function would compile it again.
                 self.tensors_here()
-        tensors = self._tensors
+        tensors = self._tensors if self.device == "cpu" else None
         if tensors is not None and not compiling() and loaded().tensors.are_plain(tensors):
             _living.setdefault(id(tensors[0]), self)
 
@@ -299,17 +290,21 @@ class Packed:
         return cls.from_tensors(tensors, sizes)
 
     def __getattr__(self, name: str) -> Any:
-        # Reached only for an array that exists only as a tensor so far.
-        if name in type(self)._fields and self.device == "cpu" and self._tensors is not None:
-            array = _read_only(bridge().tensors.as_numpy(getattr(self._tensors, name)))
-            self.__dict__[name] = array
-            return array
-        raise AttributeError(f"{type(self).__name__} on {self.device} has no {name!r}")
+        # Reached for an array that is asked for the first time.
+        arrays = self._tensors if self._arrays is None else self._arrays
+        if name not in self._fields or arrays is None:
+            raise AttributeError(f"{type(self).__name__} on {self.device} has no {name!r}")
+        array = getattr(arrays, name)
+        if self.device == "cpu":
+            array = bridge().tensors.as_numpy(array) if is_tensor(array) else array.view()
+            array.setflags(write=False)
+        self.__dict__[name] = array
+        return array
 
     def __getstate__(self) -> tuple[list[Any], list[int]]:
         if self.device != "cpu":
             return self.flat()
-        return self._arrays or [getattr(self, name) for name in self._fields], self.sizes()
+        return [*(self._arrays or [getattr(self, name) for name in self._fields])], self.sizes()
 
     def __setstate__(self, state: tuple[Sequence[Any], Sequence[int]]) -> None:
         arrays, sizes = state
@@ -319,8 +314,3 @@ class Packed:
 def _are(ones: Sequence[Any], others: Sequence[Any]) -> bool:
     """Return whether two sequences hold the same objects."""
     return len(ones) == len(others) and all(map(operator.is_, ones, others))
-
-
-def _read_only(array: np.ndarray) -> np.ndarray:
-    array.setflags(write=False)
-    return array
