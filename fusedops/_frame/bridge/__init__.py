@@ -17,7 +17,7 @@ import torch
 
 from fusedops._frame.bridge.autograd import recorded, transformed
 from fusedops._frame.bridge.evaluation import evaluation
-from fusedops._frame.bridge.graphs import call_registered
+from fusedops._frame.bridge.graphs import registered
 from fusedops._frame.bridge.modes import has_tangent, transforms, watched
 from fusedops._frame.check import traced
 from fusedops._frame.kinds import TENSORS
@@ -50,7 +50,7 @@ def plan(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[Any, A
     if private().transforming() or has_tangent(arrays) or (traces and asked):
         return functools.partial(transformed, primitive)
     if traces:
-        return functools.partial(call_registered, primitive)
+        return registered[primitive.name].call
     if asked:
         return recorded(primitive, a, slots)
     run = evaluation(primitive, a, slots)

@@ -34,15 +34,17 @@ def evaluation(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[
     request = registry.request(primitive.name, a[:count])
     backend, kernel = registry.choose(request)
     if backend.speaks == "numpy":
-        return _on_numpy(primitive, backend, kernel, a, slots, request.dtype)
-    if backend.package is None:
+        work = kernel if backend.package else _filled_by(kernel)
+        return _on_numpy(primitive, work, a, slots, request.dtype)
+    if backend.package:
+        work = importlib.import_module(backend.package).per_plan(kernel, reference(a).device)
+        return _on_tensors(primitive, work, a, slots)
 
-        def formula(a: Any, slots: Sequence[Any]) -> Any:
-            with torch.no_grad(), as_written(reference(a)):
-                return into(primitive, slots, kernel(a))
+    def formula(a: Any, slots: Sequence[Any]) -> Any:
+        with torch.no_grad(), as_written(reference(a)):
+            return into(primitive, slots, kernel(a))
 
-        return formula
-    return _on_tensors(primitive, backend, kernel, a, slots)
+    return formula
 
 
 def into(primitive: Primitive, slots: Sequence[Any], outputs: Sequence[Any]) -> Any:
@@ -66,11 +68,7 @@ def as_written(array: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 def _on_tensors(
-    primitive: Primitive,
-    backend: registry.Backend,
-    kernel: Callable[..., Any],
-    a: Any,
-    slots: Sequence[Any],
+    primitive: Primitive, work: Callable[..., Any], a: Any, slots: Sequence[Any]
 ) -> Callable[[Any, Any], Any]:
     """Return a function that makes outputs and runs a kernel on tensors."""
     device = reference(a).device
@@ -81,13 +79,13 @@ def _on_tensors(
             return functools.partial(private().empty_strided_cuda, shape, strides, dtype)
         return functools.partial(torch.empty, shape, dtype=dtype, device=device)
 
-    room = importlib.import_module(str(backend.package).partition(".")[0])
-    per_plan = getattr(room, "per_plan", None)
-    work = kernel if per_plan is None else per_plan(kernel, device)
-    if torch.is_autocast_enabled(device.type):
-        work = _without_autocast(work)
+    def unrounded(a: Any, y: Any) -> None:
+        with as_written(reference(a)):
+            work(a, y)
+
+    fill = unrounded if torch.is_autocast_enabled(device.type) else work
     given = [at for at, slot in enumerate(slots) if isinstance(slot, torch.Tensor)]
-    run = filling(primitive, work, slots, empty, primitive.describe(a), given)
+    run = filling(primitive, fill, slots, empty, primitive.describe(a), given)
     if device.type != "cuda":
         return run
 
@@ -103,21 +101,8 @@ def _on_tensors(
     return on_its_device
 
 
-def _without_autocast(work: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    def run(a: Any, y: Any) -> None:
-        with as_written(reference(a)):
-            work(a, y)
-
-    return run
-
-
 def _on_numpy(
-    primitive: Primitive,
-    backend: registry.Backend,
-    kernel: Any,
-    a: Any,
-    slots: Sequence[Any],
-    dtype: torch.dtype,
+    primitive: Primitive, kernel: Any, a: Any, slots: Sequence[Any], dtype: torch.dtype
 ) -> Callable[[Any, Any], Any]:
     """Return a function that runs a kernel on views of CPU tensors, aligned and of one dtype.
 
@@ -136,9 +121,8 @@ def _on_numpy(
     fit = [at for at in tensors if _is_fit(slots[at], dtype)]
     seen = [(at, *layout_of(b)) for at, b in enumerate(cast) if isinstance(b, torch.Tensor)]
     filled = [(at, *layout_of(slots[at])) for at in fit]
-    work = _filled_by(kernel) if backend.package is None else kernel
-    if kernel in registry.told_of_tensors:
-        work = functools.partial(kernel, tensors=True)
+    told = kernel in registry.told_of_tensors
+    work = functools.partial(kernel, tensors=True) if told else kernel
     Arguments, Outputs = primitive.Arguments._make, primitive.Outputs._make
     wrap, view = torch.from_numpy if dtype != torch.bfloat16 else _from_bits, np.ndarray
     run = filling(primitive, work, slots, arrays_of(np_dtype(dtype)), outputs, fit)

@@ -50,19 +50,6 @@ def _put_together(primitive: Primitive, flat: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(static)
 
 
-def call_registered(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Any:
-    """Return outputs where torch traces a call."""
-    given = len(primitive.arrays) + len(primitive.constants)
-    flat = _take_apart(primitive, a[given:])
-    wanted = [slot is not None for slot in slots]
-    operator = getattr(torch.ops.fusedops, primitive.name)
-    outputs = operator(*a[:given], *flat, wanted, registry.asked() or "")
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    # An empty tensor stands for an output that the call lacks.
-    made = zip(outputs, primitive.describe(a), strict=True)
-    return into(primitive, slots, [None if known is None else output for output, known in made])
-
-
 _library = torch.library.Library("fusedops", "DEF")
 
 
@@ -78,6 +65,7 @@ class _Registered:
         _library.define(self.schema())
         _library.impl(primitive.name, self.evaluate, "CompositeExplicitAutograd")
         torch.library.register_fake(self.name, self.fake, lib=_library)
+        self.operator = getattr(torch.ops.fusedops, primitive.name)
         if not primitive.mutates:
             _library.impl(primitive.name, self.differentiate, "Autograd")
 
@@ -96,6 +84,17 @@ class _Registered:
         arguments += ["bool[] wanted", "str backend"]
         returns = ", ".join(["Tensor"] * len(primitive.outputs))
         return f"{primitive.name}({', '.join(arguments)}) -> ({returns})"
+
+    def call(self, a: Any, slots: Sequence[Any]) -> Any:
+        """Return outputs where torch traces a call."""
+        flat = _take_apart(self.primitive, a[self.given :])
+        wanted = [slot is not None for slot in slots]
+        outputs = self.operator(*a[: self.given], *flat, wanted, registry.asked() or "")
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        # An empty tensor stands for an output that the call lacks.
+        made = zip(outputs, self.primitive.describe(a), strict=True)
+        found = [None if known is None else output for output, known in made]
+        return into(self.primitive, slots, found)
 
     def record(self, args: Sequence[Any]) -> tuple[Any, list[Any], str | None]:
         """Return the arguments, the outputs wanted, and the backend asked for."""
@@ -131,7 +130,7 @@ class _Registered:
     def differentiate(self, *args: Any) -> Any:
         if not watched(args[: len(self.primitive.arrays)]):
             with private().below_autograd():
-                return getattr(torch.ops.fusedops, self.primitive.name)(*args)
+                return self.operator(*args)
         a, slots, backend = self.record(args)
         with registry.asking(backend):
             return _returned(a, slots, transformed(self.primitive, a, slots))
@@ -146,5 +145,5 @@ def _returned(a: Any, slots: Sequence[Any], outputs: Sequence[Any]) -> Any:
     return tuple(made) if len(made) > 1 else made[0]
 
 
-for _primitive in primitives().values():
-    _Registered(_primitive)
+#: The registered op of every primitive by name.
+registered = {name: _Registered(primitive) for name, primitive in primitives().items()}
