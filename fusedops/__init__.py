@@ -1,10 +1,9 @@
 """Fused, differentiable operations for structures, potentials, folding and linear attention."""
 
-from fusedops._frame.op import explain
 from fusedops._frame.registry import BackendName, BackendUnavailable, use_backend
 from fusedops._host.memory import release_memory
 from fusedops._host.threads import get_num_threads
-from fusedops._info import info, set_num_threads
+from fusedops._info import explain, info, set_num_threads
 from fusedops._version import __version__ as __version__
 from fusedops.attention import triangle_attention
 from fusedops.conv import Sequences, dynamic_conv, dynamic_conv_step

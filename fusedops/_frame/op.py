@@ -388,49 +388,6 @@ class Op(Generic[F_co]):
         return registry.explain(registry.request(self.primitive.name, arrays, asked))
 
 
-def explain(op: Op[Any], /, *args: Any, **kwargs: Any) -> Explanation:
-    """Return which backend serves a call of an op, and why: ``op.explain`` as a function.
-
-    The op isn't run. The arguments are checked as the call checks them.
-
-    Parameters
-    ----------
-    op : function
-        An op of fusedops, such as `fusedops.planarity_nll`.
-    *args
-        The arguments of the call.
-    **kwargs
-        The same by name, except `out`; `backend` asks for a backend.
-
-    Returns
-    -------
-    Explanation
-        `backend`, the name of the backend that serves the call, or None; and `reasons`, a dict with
-        the reason of each backend that can't serve it, and None for the others. ``str`` makes a
-        table of them.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If op isn't an op of fusedops, or the call would raise it; the message names the argument.
-
-    Examples
-    --------
-    >>> import numpy as np, fusedops
-    >>> square = np.array([[0.0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 1, 0]])
-    >>> planes = [([[0, 1, 2, 3]], [0.02])]
-    >>> why = fusedops.explain(fusedops.planarity_nll, square, planes, backend="numpy")
-    >>> why.backend, why.reasons["torch"]
-    ('numpy', 'it takes torch tensors; these are NumPy arrays')
-    """
-    if not any(op is one for one in registry.ops.values()):
-        was = getattr(op, "__qualname__", None) or f"a {type(op).__name__}"
-        raise TypeError(
-            f"explain: op is {was}; it should be an op of fusedops, such as fusedops.planarity_nll"
-        )
-    return op.explain(*args, **kwargs)
-
-
 def _check_bound(op: str, primitive: Primitive, bound: Any) -> None:
     """Raise TypeError unless a function under `op` returned a call of its primitive."""
     fields = primitive.Arguments._fields
