@@ -39,6 +39,8 @@ def outside_of_graphs(function: F) -> F:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (bridge().nodes.uncompiled(function) if compiling() else function)(*args, **kwargs)
+        if compiling():
+            return sys.modules["torch"].compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return cast(F, call)

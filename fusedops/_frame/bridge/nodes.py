@@ -17,22 +17,15 @@ from fusedops._frame.packed import Packed, packed
 _PACKED = "fusedops.Packed"
 
 
-def uncompiled(function: Any) -> Any:
-    """Return a function that ends the graph of torch.compile where it is called."""
-    return torch.compiler.disable(function)
-
-
 def compiled(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Call an op in code that torch.compile traces: as one node of the graph, where it can be."""
-    if torch.compiler.is_dynamo_compiling() and _fits((args, options)):
-        return _node(name, _apart(args), _apart(options))
-    return uncompiled(registry.ops[name])(*args, **options)
+    if torch.compiler.is_dynamo_compiling() and _fits([args, list(options.values())]):
+        return _node(name, _apart(args), list(options), _apart(list(options.values())))
+    return torch.compiler.disable(registry.ops[name])(*args, **options)
 
 
 def _fits(argument: Any) -> bool:
     """Return whether a graph can hold an argument: it can't hold NumPy arrays."""
-    if isinstance(argument, dict):
-        return _fits(list(argument.values()))
     if isinstance(argument, (list, tuple)):
         return all([_fits(value) for value in argument])
     kinds = (torch.Tensor, Packed, bool, int, float, str)
@@ -41,8 +34,6 @@ def _fits(argument: Any) -> bool:
 
 def _apart(argument: Any) -> Any:
     """Return an argument with every `Packed` taken apart into values that a graph can hold."""
-    if isinstance(argument, dict):
-        return {name: _apart(value) for name, value in argument.items()}
     if isinstance(argument, (list, tuple)):
         return [_apart(value) for value in argument]
     if isinstance(argument, Packed):
@@ -51,8 +42,6 @@ def _apart(argument: Any) -> Any:
 
 
 def _together(argument: Any) -> Any:
-    if isinstance(argument, dict):
-        return {name: _together(value) for name, value in argument.items()}
     if isinstance(argument, torch.SymFloat):
         # Floats are options, and constants of a graph.
         return float(argument)
@@ -65,13 +54,14 @@ def _together(argument: Any) -> Any:
 
 @torch.compiler.allow_in_graph
 @torch.compiler.disable
-def _node(name: str, args: Any, options: dict[str, Any]) -> Any:
+def _node(name: str, args: Any, options: Any, values: Any) -> Any:
     """Call an op, the only function of this library that torch.compile sees.
 
     The graph ends where an argument is bad, so that the call raises its own error outside of it.
     """
     try:
-        return registry.ops[name](*_together(args), **_together(options))
+        given = dict(zip(options, _together(values), strict=True))
+        return registry.ops[name](*_together(args), **given)
     except (TypeError, ValueError, IndexError, RuntimeError) as error:
         if not traced():
             raise
