@@ -454,11 +454,11 @@ def test_a_known_backward_pass_makes_its_call_alone(monkeypatch):
 
 @needs_torch
 def test_a_compiled_graph_keeps_its_plans(monkeypatch):
-    from fusedops._frame.bridge import graphs
+    from fusedops._frame import bridge
 
     planned = []
-    genuine = graphs.evaluation
-    monkeypatch.setattr(graphs, "evaluation", lambda *a: planned.append(a) or genuine(*a))
+    genuine = bridge.evaluation
+    monkeypatch.setattr(bridge, "evaluation", lambda *a: planned.append(a) or genuine(*a))
     x, taps = torch.randn(1, 5, 3), torch.randn(3, 2)
     step = torch.compile(lambda x: fusedops.dynamic_conv(x, taps), backend="aot_eager")
     # The first call runs while torch still compiles, which is another mode.

@@ -42,12 +42,12 @@ def plan(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[Any, A
     It serves this call alone where torch traces or transforms it.
     """
     arrays = a[: len(primitive.arrays)]
-    asked = watched(arrays)
-    if asked and primitive.mutates:
-        raise RuntimeError(primitive.no_gradient(primitive.name))
+    asked, traces = watched(arrays), transforms() and traced()
     # A registered op has no rule for transforms, and its outputs lose tangents.
-    traces = transforms() and traced()
-    if private().transforming() or has_tangent(arrays) or (traces and asked):
+    transforming = private().transforming() or has_tangent(arrays)
+    if primitive.mutates and (asked or transforming):
+        raise RuntimeError(primitive.no_gradient(primitive.name))
+    if transforming or (traces and asked):
         return functools.partial(transformed, primitive)
     if traces:
         return registered[primitive.name].call

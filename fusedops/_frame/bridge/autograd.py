@@ -40,21 +40,13 @@ class Step:
         self.asked = registry.forced(None)
         count = len(primitive.arrays)
         present = [at for at in range(count) if a[at] is not None]
-        kept = [primitive.outputs.index(name) for name in primitive.saves]
-        #: From arguments, or cotangents of all arrays, to those of the arrays given.
+        self.kept = [primitive.outputs.index(name) for name in primitive.saves]
+        #: From arguments, or cotangents of all arrays, to those of the arrays given, and back.
         self.given = picker(present)
-        self.others = slice(count, None)
-        #: From saved values to all arrays, and to the outputs that are kept.
         self.spread = picker([present.index(at) if at in present else None for at in range(count)])
-        self.outputs = picker(
-            [
-                len(present) + kept.index(at) if at in kept else None
-                for at in range(len(primitive.outputs))
-            ]
-        )
-        self.kept = kept
+        self.others = slice(count, None)
         #: The number of saved tensors that aren't borrowed.
-        self.own = len(present) + len(kept)
+        self.own = len(present) + len(self.kept)
         self.holding = [
             at for at, b in enumerate(a[count:]) if isinstance(b, (Packed, torch.Tensor))
         ]
@@ -93,7 +85,8 @@ class Step:
             # torch.func.vjp pulls back after its transform, whose wrappers have no memory.
             saved, others = (tuple(map(_alive, values)) for values in (saved, others))
         a = primitive.Arguments._make((*self.spread(saved), *others))
-        y = primitive.Outputs._make(self.outputs(saved))
+        kept = dict(zip(primitive.saves, saved[self.own - len(self.kept) :], strict=True))
+        y = primitive.Outputs._make([kept.get(name) for name in primitive.outputs])
         wanted = self.spread([need or None for need in needed])
 
         def keep(call: Call) -> None:
@@ -357,8 +350,6 @@ def _alive(value: Any) -> Any:
 
 def transformed(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Any:
     """Return outputs where torch.func transforms a call."""
-    if primitive.mutates:
-        raise RuntimeError(primitive.no_gradient(primitive.name))
     wanted = tuple([slot if slot is None else True for slot in slots])
     step = Step(primitive, a, primitive.with_saved(wanted))
     return into(primitive, slots, _Transformed.apply(step, a[step.others], *step.given(a)))

@@ -5,17 +5,16 @@ A registered op takes tensors, numbers and names, so that packed arguments are t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fusedops._frame import registry
 from fusedops._frame.bridge.autograd import transformed
-from fusedops._frame.bridge.evaluation import evaluation, into
+from fusedops._frame.bridge.evaluation import into
 from fusedops._frame.bridge.modes import watched
 from fusedops._frame.check import reference
-from fusedops._frame.kinds import Plans, kind_of
 from fusedops._frame.packed import Packed
 from fusedops._frame.primitive import Primitive, primitives
 from fusedops._frame.torch_private import private
@@ -61,7 +60,6 @@ class _Registered:
         self.name = f"fusedops::{primitive.name}"
         #: The number of arrays and constants.
         self.given = len(primitive.arrays) + len(primitive.constants)
-        self.evaluations: Plans[Callable[[Any, Any], Any]] = Plans()
         _library.define(self.schema())
         _library.impl(primitive.name, self.evaluate, "CompositeExplicitAutograd")
         torch.library.register_fake(self.name, self.fake, lib=_library)
@@ -110,13 +108,8 @@ class _Registered:
                 "compiled function of dual tensors; use torch.func.jvp in the compiled function"
             )
         a, slots, backend = self.record(args)
-        asked = registry.forced(backend, self.primitive.name)
-        kind = kind_of((asked, *slots, *a))
-        run = self.evaluations.get(kind)
-        if run is None:
-            with registry.asking(asked):
-                run = self.evaluations.keep(kind, evaluation(self.primitive, a, slots))
-        return _returned(a, slots, run(a, slots))
+        with registry.asking(registry.forced(backend, self.primitive.name)):
+            return _returned(a, slots, self.primitive(*a, out=slots))
 
     def fake(self, *args: Any) -> Any:
         a, slots, _ = self.record(args)
