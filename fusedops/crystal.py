@@ -21,7 +21,7 @@ from typing import cast as typed
 
 import numpy as np
 
-from fusedops._frame.arrays import ArrayT, add_at, beside, cast, either, namespace, taken, zeros
+from fusedops._frame.arrays import ArrayT, add_at, beside, cast, either, namespace, zeros
 from fusedops._frame.check import (
     arrays_only,
     cotangent,
@@ -323,7 +323,9 @@ def _one_pass(moves: list[Any], map: Any) -> Any:
     nx, ny, nz = map.shape
     flat = map.reshape(-1)
     out = zeros(map, map.shape)
-    chunk, share = either(map, (_CHUNK, in_parallel), (_CHUNK_ON_GPU, _in_one))
+    here: tuple[Any, ...] = (_CHUNK, in_parallel, np.take)
+    there: tuple[Any, ...] = (_CHUNK_ON_GPU, _in_one, _taken)
+    chunk, share, taken = either(map, here, there)
     planes = max(1, chunk // (ny * nz))
 
     def some(begin: int, end: int) -> None:
@@ -337,6 +339,11 @@ def _one_pass(moves: list[Any], map: Any) -> Any:
 
     share(some, nx, planes)
     return out
+
+
+def _taken(flat: Any, index: Any) -> Any:
+    # Tensor.take is much slower.
+    return flat.index_select(0, index.reshape(-1)).reshape(index.shape)
 
 
 def _in_one(some: Callable[[int, int], None], count: int, grain: int) -> None:

@@ -60,15 +60,10 @@ def dtype_of(name: str, like: Any) -> Any:
     return getattr(namespace(like), name) if is_tensor(like) else np.dtype(name)
 
 
-def cast(array: Any, like: Any) -> Any:
-    """Return `array` in the dtype of `like`, a dtype or an array."""
+def cast(array: Any, like: Any, *, copy: bool = False) -> Any:
+    """Return `array` in the dtype of `like`, a dtype or an array; a copy of a tensor if asked."""
     dtype = getattr(like, "dtype", like)
-    return array.to(dtype) if is_tensor(array) else array.astype(dtype)
-
-
-def copied(array: Any, dtype: Any) -> Any:
-    """Return a copy of an array in a dtype."""
-    return array.to(dtype, copy=True) if is_tensor(array) else np.array(array, dtype)
+    return array.to(dtype, copy=copy) if is_tensor(array) else array.astype(dtype)
 
 
 def zeros(like: Any, shape: tuple[int, ...]) -> Any:
@@ -96,37 +91,28 @@ def contiguous(array: Any) -> Any:
     return array.contiguous() if is_tensor(array) else np.asanyarray(array, order="C")
 
 
-_tables: dict[tuple[Any, ...], Any] = {}
-
-
 def table(function: Callable[[int], np.ndarray], at: int, like: Any) -> Any:
     """Return a function's array in the dtype and on the device of another; copied there once."""
     if not is_tensor(like):
         return function(at).astype(like.dtype)
     torch = namespace(like)
-    plain = type(like) in (torch.Tensor, torch.nn.Parameter)
     # A tensor made under a transform is of no use outside of it.
-    if not plain or private().transforming():
+    if type(like) not in (torch.Tensor, torch.nn.Parameter) or private().transforming():
         return like.new_tensor(function(at))
-    key = function, at, like.dtype, like.device
-    if key not in _tables:
-        # A tensor made in inference mode is of no use outside of it.
-        with torch.inference_mode(False):
-            _tables[key] = torch.tensor(function(at), dtype=like.dtype, device=like.device)
-    return _tables[key]
+    return _table(function, at, like.dtype, like.device)
+
+
+@functools.cache
+def _table(function: Callable[[int], np.ndarray], at: int, dtype: Any, device: Any) -> Any:
+    torch = sys.modules["torch"]
+    # A tensor made in inference mode is of no use outside of it.
+    with torch.inference_mode(False):
+        return torch.tensor(function(at), dtype=dtype, device=device)
 
 
 def detached(array: Any) -> Any:
     """Return an array as a constant."""
     return array.detach() if is_tensor(array) else array
-
-
-def taken(flat: Any, index: Any) -> Any:
-    """Return the elements of a flat array at an array of places."""
-    if is_tensor(flat):
-        # Tensor.take is much slower.
-        return flat.index_select(0, index.reshape(-1)).reshape(index.shape)
-    return flat.take(index)
 
 
 def as_tensor(value: Any, dtype: str) -> Any:

@@ -9,13 +9,13 @@ import functools
 import itertools
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from fusedops._frame import registry
-from fusedops._frame.arrays import cast, copied
+from fusedops._frame.arrays import cast
 from fusedops._frame.check import is_tensor, reference
 from fusedops._frame.hook import loaded
 from fusedops._frame.kinds import Plans, kind_of
@@ -23,8 +23,6 @@ from fusedops._frame.shapes import Array, Output
 from fusedops._host import memory
 
 T = TypeVar("T")
-
-_NONE: Mapping[str, str] = MappingProxyType({})
 
 #: Tests set this to find output elements that no kernel writes.
 poison = False
@@ -222,7 +220,7 @@ class Primitive:
         return found
 
     def sizes(
-        self, a: Any, op: str | None = None, names: Mapping[str, str] = _NONE
+        self, a: Any, op: str | None = None, names: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
         """Return all sizes by name. Raises ValueError if an array disagrees.
 
@@ -234,7 +232,8 @@ class Primitive:
         for name, array in self.declared.items():
             value = getattr(a, name)
             if value is not None:
-                sizes = array.fit(op or self.name, names.get(name, name), value, sizes)
+                shown = names.get(name, name) if names else name
+                sizes = array.fit(op or self.name, shown, value, sizes)
         return sizes
 
     def describe(self, a: Any) -> list[Any]:
@@ -316,7 +315,7 @@ def _on_numpy(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[A
     locked = [at for at, b in present if backend.name == "numba" and not b.flags.writeable]
     filled = [at for at, slot in enumerate(slots) if isinstance(slot, np.ndarray)]
     fit = [at for at in filled if slots[at].dtype == dtype and slots[at].flags.aligned]
-    run = filling(primitive, kernel, slots, arrays_of(dtype), described, fit)
+    run = kernel_plan(primitive, kernel, slots, empty_arrays(dtype), described, fit)
 
     def unlocked(a: Any, slots: Sequence[Any]) -> Any:
         free = {primitive.Arguments._fields[at]: _as_writable(a[at]) for at in locked}
@@ -330,7 +329,7 @@ def _on_numpy(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[A
     return converted(primitive, unlocked if locked else run, unfit, described)
 
 
-def filling(
+def kernel_plan(
     primitive: Primitive,
     kernel: Callable[[Any, Any], None],
     slots: Sequence[Any],
@@ -364,8 +363,8 @@ def filling(
     return run
 
 
-def arrays_of(dtype: np.dtype) -> Callable[[Any, Any], Callable[[], Any]]:
-    """Return the `empty` of `filling` for NumPy arrays of one dtype."""
+def empty_arrays(dtype: np.dtype) -> Callable[[Any, Any], Callable[[], Any]]:
+    """Return the `empty` of `kernel_plan` for NumPy arrays of one dtype."""
     return lambda shape, _: functools.partial(memory.empty_of(shape, dtype), tuple(shape), dtype)
 
 
@@ -385,7 +384,7 @@ def converted(
     def convert(given: Any, slots: Sequence[Any]) -> Any:
         a = list(given)
         for at, dtype in unfit:
-            a[at] = copied(a[at], dtype)
+            a[at] = cast(a[at], dtype, copy=True)
         outputs = list(run(record(a), slots))
         for at in written:
             given[at][...] = a[at]

@@ -160,9 +160,8 @@ def compiled(name: str, family: str, asked: str | None) -> Callable[..., Any] | 
     Of backends asked for, only those on NumPy arrays count.
     """
     own = [backend for backend in BACKENDS if backend.speaks == "numpy"]
-    chosen = [backend for backend in own if backend.name == asked] or own
-    for backend in chosen:
-        request = Request(name, "numpy", "cpu", None, asked)
+    request = Request(name, "numpy", "cpu", None, asked)
+    for backend in [backend for backend in own if backend.name == asked] or own:
         if backend.package is not None and backend.why_not(request) is None:
             return _registered(backend, name, family)
     return None

@@ -14,7 +14,7 @@ import torch
 from fusedops._frame import registry
 from fusedops._frame.bridge.tensors import layout_of, np_dtype
 from fusedops._frame.check import own_memory, reference, refuse
-from fusedops._frame.primitive import Primitive, arrays_of, converted, filling
+from fusedops._frame.primitive import Primitive, converted, empty_arrays, kernel_plan
 from fusedops._frame.torch_private import private
 
 HALF = (torch.float16, torch.bfloat16)
@@ -85,7 +85,7 @@ def _on_tensors(
 
     fill = unrounded if torch.is_autocast_enabled(device.type) else work
     given = [at for at, slot in enumerate(slots) if isinstance(slot, torch.Tensor)]
-    run = filling(primitive, fill, slots, empty, primitive.describe(a), given)
+    run = kernel_plan(primitive, fill, slots, empty, primitive.describe(a), given)
     if device.type != "cuda":
         return run
 
@@ -125,7 +125,7 @@ def _on_numpy(
     work = functools.partial(kernel, tensors=True) if told else kernel
     Arguments, Outputs = primitive.Arguments._make, primitive.Outputs._make
     wrap, view = torch.from_numpy if dtype != torch.bfloat16 else _from_bits, np.ndarray
-    run = filling(primitive, work, slots, arrays_of(np_dtype(dtype)), outputs, fit)
+    run = kernel_plan(primitive, work, slots, empty_arrays(np_dtype(dtype)), outputs, fit)
 
     def fill(a: Any, slots: Sequence[Any]) -> Any:
         arrays: list[Any] = list(a)
