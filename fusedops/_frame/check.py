@@ -161,19 +161,25 @@ def sharing(one: Any, others: Sequence[Any]) -> Callable[[Any, Sequence[Any]], i
 
     It serves arrays of these kinds. Tensors without memory overlap nothing, and neither does None.
     """
-    if any([isinstance(array, np.ndarray) for array in (one, *others)]):
+    present = [at for at, array in enumerate(others) if array is not None]
+    arrays = [isinstance(array, np.ndarray) for array in (one, *[others[at] for at in present])]
+    if any(arrays):
+        mixed = not all(arrays)
 
         def by_views(one: Any, others: Sequence[Any]) -> int | None:
-            view = _view(one)
-            for at, array in enumerate(others):
-                if np.may_share_memory(view, _view(array)):
+            if mixed:
+                one, *others = map(_view, (one, *others))
+            for at in present:
+                if np.may_share_memory(one, others[at]):
                     return at
             return None
 
         return by_views
-    own = _span(one) if _has_memory(one) else 0
-    spans = [_span(b) if own and _has_memory(b) and b.device == one.device else 0 for b in others]
-    near = [(at, span) for at, span in enumerate(spans) if span]
+    near = []
+    if _has_memory(one) and not private().transforming():
+        own, held = _span(one), [at for at in present if _has_memory(others[at])]
+        here = [(at, _span(others[at])) for at in held if others[at].device == one.device]
+        near = [(at, span) for at, span in here if own and span]
 
     def by_addresses(one: Any, others: Sequence[Any]) -> int | None:
         start = one.data_ptr() if near else 0
@@ -190,19 +196,14 @@ def _view(array: Any) -> np.ndarray:
     """Return an array as it is, and a tensor's memory on the CPU as an array."""
     if isinstance(array, np.ndarray):
         return array
-    held = _has_memory(array) and array.is_cpu
+    held = _has_memory(array) and array.is_cpu and not private().transforming()
     return bridge().tensors.as_numpy(array) if held else np.empty(0)
 
 
 def _has_memory(tensor: Any) -> bool:
-    """Return whether a tensor has an address: one that torch traces or transforms has none."""
+    """Return whether a tensor has an address: one that torch traces has none."""
     torch = sys.modules["torch"]
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and not tensor.is_meta
-        and not torch.compiler.is_compiling()
-        and not private().transforming()
-    )
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
 
 
 def _span(tensor: Any) -> int:

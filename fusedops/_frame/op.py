@@ -309,11 +309,11 @@ class Op(Generic[F_co]):
             refuse(ValueError, name, "out", f"is {was}", "be contiguous and writable")
         # Look at converted arguments as well as given ones: a conversion may copy, or be a view.
         converted = (*zip(names, arrays, strict=True), *[(None, value) for value in others])
-        for argument, value in (*given.items(), *converted):
-            theirs, held = _named_arrays(argument, value)
-            shared = sharing(out, held)(out, held)
-            if shared is not None:
-                refuse(ValueError, name, "out", f"shares memory with {theirs[shared]}", "not")
+        named = [of for pair in (*given.items(), *converted) for of in _named_arrays(*pair)]
+        held = [array for _, array in named]
+        shared = sharing(out, held)(out, held)
+        if shared is not None:
+            refuse(ValueError, name, "out", f"shares memory with {named[shared][0]}", "not")
         return out if bound.lead is None else flat(out, out.ndim - len(bound.lead))
 
     def vjp(
@@ -402,11 +402,12 @@ def _check_bound(op: str, primitive: Primitive, bound: Any) -> None:
     refuse(TypeError, op, "its function", was, should)
 
 
-def _named_arrays(name: str | None, value: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Return the names and arrays of an argument; without a name a packed one's have their own."""
+def _named_arrays(name: str | None, value: Any) -> list[tuple[str | None, Any]]:
+    """Return the arrays of an argument with its name; None means the packed one's own names."""
     if isinstance(value, Packed):
-        return [name or field for field in value._fields], value.arrays()
-    return ([name], [value]) if is_array(value) else ([], [])
+        pairs = zip(value._fields, value.arrays(), strict=False)
+        return [(name or field, array) for field, array in pairs]
+    return [(name, value)] if is_array(value) else []
 
 
 _OUT = """

@@ -315,7 +315,11 @@ def _on_numpy(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[A
     locked = [at for at, b in present if backend.name == "numba" and not b.flags.writeable]
     filled = [at for at, slot in enumerate(slots) if isinstance(slot, np.ndarray)]
     fit = [at for at in filled if slots[at].dtype == dtype and slots[at].flags.aligned]
-    run = kernel_plan(primitive, kernel, slots, empty_arrays(dtype), described, fit)
+
+    def empty(shape: Any, _: Any) -> Callable[[], np.ndarray]:
+        return functools.partial(memory.empty_of(shape, dtype), tuple(shape), dtype)
+
+    run = kernel_plan(primitive, kernel, slots, empty, described, fit)
 
     def unlocked(a: Any, slots: Sequence[Any]) -> Any:
         free = {primitive.Arguments._fields[at]: _as_writable(a[at]) for at in locked}
@@ -361,11 +365,6 @@ def kernel_plan(
         return y
 
     return run
-
-
-def empty_arrays(dtype: np.dtype) -> Callable[[Any, Any], Callable[[], Any]]:
-    """Return the `empty` of `kernel_plan` for NumPy arrays of one dtype."""
-    return lambda shape, _: functools.partial(memory.empty_of(shape, dtype), tuple(shape), dtype)
 
 
 def converted(

@@ -29,7 +29,7 @@ class _Private:
         self.dual_level = functools.partial(
             getattr, torch.autograd.forward_ad, "_current_level", -1
         )
-        self.below_autograd = find("_C._AutoDispatchBelowAutograd")
+        self.after_autograd = find("_C._after_autograd_keyset")
         self.has_forward_mode = find("_C._is_fwd_grad_enabled", lambda: True)
         self.set_forward_mode = find("autograd.forward_ad._set_fwd_grad_enabled")
         self.is_deterministic = find(

@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from fusedops._frame import primitive as primitive_frame
 from fusedops._frame import registry
 from fusedops._frame.bridge.tensors import layout_of, np_dtype
 from fusedops._frame.check import own_memory, reference, refuse
-from fusedops._frame.primitive import Primitive, converted, empty_arrays, kernel_plan
+from fusedops._frame.primitive import Primitive, converted, kernel_plan, poisoned
 from fusedops._frame.torch_private import private
+from fusedops._host import memory
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -123,20 +125,31 @@ def _on_numpy(
     filled = [(at, *layout_of(slots[at])) for at in fit]
     told = kernel in registry.told_of_tensors
     work = functools.partial(kernel, tensors=True) if told else kernel
+    kind = np_dtype(dtype)
+    made = [
+        (at, tuple(output[0]), memory.empty_of(output[0], kind))
+        for at, (slot, output) in enumerate(zip(slots, outputs, strict=True))
+        if output is not None and slot is not None and at not in fit
+    ]
     Arguments, Outputs = primitive.Arguments._make, primitive.Outputs._make
-    wrap, view = torch.from_numpy if dtype != torch.bfloat16 else _from_bits, np.ndarray
-    run = kernel_plan(primitive, work, slots, empty_arrays(np_dtype(dtype)), outputs, fit)
+    size, view = len(slots), np.ndarray
+    wrap = torch.from_numpy if dtype != torch.bfloat16 else _from_bits
 
     def fill(a: Any, slots: Sequence[Any]) -> Any:
         arrays: list[Any] = list(a)
         for at, shape, of, held, strides in seen:
             arrays[at] = view(shape, of, held(arrays[at].data_ptr()), 0, strides)
-        given = list(slots)
+        found: list[Any] = [None] * size
+        y: list[Any] = [None] * size
+        for at, shape, empty in made:
+            y[at] = array = empty(shape, kind)
+            found[at] = wrap(array)
+        if primitive_frame.poison:
+            poisoned(y)
         for at, shape, of, held, strides in filled:
-            given[at] = view(shape, of, held(slots[at].data_ptr()), 0, strides)
-        found = [None if y is None else wrap(y) for y in run(Arguments(arrays), given)]
-        for at in fit:
-            found[at] = slots[at]
+            found[at] = slot = slots[at]
+            y[at] = view(shape, of, held(slot.data_ptr()), 0, strides)
+        work(Arguments(arrays), Outputs(y))
         return Outputs(found)
 
     plain = all([output is None or output[1] == dtype for output in outputs])

@@ -5,6 +5,7 @@ A registered op takes tensors, numbers and names, so that packed arguments are t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,9 +64,9 @@ class _Registered:
         _library.define(self.schema())
         _library.impl(primitive.name, self.evaluate, "CompositeExplicitAutograd")
         torch.library.register_fake(self.name, self.fake, lib=_library)
-        self.operator = getattr(torch.ops.fusedops, primitive.name)
+        self.operator = getattr(torch.ops.fusedops, primitive.name).default
         if not primitive.mutates:
-            _library.impl(primitive.name, self.differentiate, "Autograd")
+            _library.impl(primitive.name, self.differentiate, "Autograd", with_keyset=True)
 
     def schema(self) -> str:
         """Return the op's signature, as torch writes signatures."""
@@ -108,7 +109,8 @@ class _Registered:
                 "compiled function of dual tensors; use torch.func.jvp in the compiled function"
             )
         a, slots, backend = self.record(args)
-        with registry.asking(registry.forced(backend, self.primitive.name)):
+        asked = backend and registry.forced(backend, self.primitive.name)
+        with registry.asking(asked) if asked else contextlib.nullcontext():
             return _returned(a, slots, self.primitive(*a, out=slots))
 
     def fake(self, *args: Any) -> Any:
@@ -120,10 +122,9 @@ class _Registered:
         ]
         return _returned(a, slots, made)
 
-    def differentiate(self, *args: Any) -> Any:
+    def differentiate(self, keys: Any, *args: Any) -> Any:
         if not watched(args[: len(self.primitive.arrays)]):
-            with private().below_autograd():
-                return self.operator(*args)
+            return self.operator.redispatch(keys & private().after_autograd, *args)
         a, slots, backend = self.record(args)
         with registry.asking(backend):
             return _returned(a, slots, transformed(self.primitive, a, slots))
