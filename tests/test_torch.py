@@ -71,6 +71,15 @@ def test_a_registered_op_saves_what_its_gradient_needs():
     assert torch.equal(torch.autograd.grad(loss, xyz)[0], want)
 
 
+def test_a_registered_op_computes_where_a_mode_is_switched_off():
+    """So torch evaluates small constants while it traces."""
+    xyz, planes = example()
+    given = xyz.detach(), *_take_apart(nll, (planes, "uniform")), [True, False], ""
+    with torch._subclasses.FakeTensorMode(), torch._C._DisableTorchDispatch():
+        loss, _ = torch.ops.fusedops.planarity_nll(*given)
+    assert loss == fusedops.planarity_nll(xyz, planes)
+
+
 def test_results_share_no_memory_with_planes():
     xyz, planes = torch.ones(3, 3), fusedops.Planes([])
     loss = fusedops.planarity_nll(xyz, planes, backend="torch")

@@ -187,14 +187,12 @@ def _is_lazy(tensor: torch.Tensor) -> bool:
 
 def _refuse_lazy(primitive: Primitive, a: Any, slots: Sequence[Any]) -> None:
     """Raise where the values of a tensor to write to differ from its memory."""
+    op, name = primitive.name, "a tensor to write to"
     for tensor in (*slots, *[getattr(a, name) for name in primitive.mutates]):
-        if not isinstance(tensor, torch.Tensor):
-            continue
-        name = "a tensor to write to"
-        own_memory(primitive.name, name, tensor)
-        if tensor.is_neg():
-            should = "be resolved, by resolve_neg"
-            refuse(ValueError, primitive.name, name, "is a negative view", should)
+        if isinstance(tensor, torch.Tensor):
+            own_memory(op, name, tensor)
+            if tensor.is_neg():
+                refuse(ValueError, op, name, "is a negative view", "be resolved, by resolve_neg")
 
 
 def _resolved(primitive: Primitive, a: Any) -> Any:
