@@ -10,8 +10,8 @@ from contract import compare
 from fusedops import triangle_attention
 from fusedops.attention import op
 from fusedops.attention.examples import present, rows
-from fusedops.testing import error
-from places import HAS_TORCH, needs_torch
+from fusedops.testing import CASES, check, error
+from places import HAS_TORCH, interpreted, needs_torch, needs_triton
 
 if HAS_TORCH:
     import torch
@@ -208,10 +208,133 @@ def test_the_bias_of_many_threads_has_the_same_bits(exact, several_threads):
         np.testing.assert_array_equal(*found)
 
 
+@pytest.fixture
+def halved(monkeypatch):
+    """Have products of any size be made of halves, in Triton's interpreter."""
+    from gpukern.attention import triton as kernels
+    from gpukern.precision import EMULATED
+
+    monkeypatch.setattr(kernels, "of_float32", lambda device: EMULATED)
+    monkeypatch.setattr(kernels, "_LEAST", 0)
+    return kernels
+
+
+@needs_triton
+@interpreted
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.primitive.family == "attention"], ids=str
+)
+def test_products_of_halves_agree_with_the_reference(case, halved):
+    check(case, "torch", "triton", "float32", alone=False)
+
+
+def results(arrays, mask, dout, dtype, backend):
+    """Return attention and its gradients, of arrays as float32 has them."""
+    leaves = {name: torch.tensor(x.astype("f4"), dtype=dtype) for name, x in arrays.items()}
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    out = triangle_attention(**leaves, mask=mask, backend=backend)
+    dout = torch.tensor(dout.astype("f4"), dtype=dtype)
+    return [out.detach(), *torch.autograd.grad(out, tuple(leaves.values()), dout)]
+
+
+def rest(arrays, dout):
+    """Leave numbers as they are."""
+
+
+def large_logits(arrays, dout):
+    arrays["q"] *= 12
+
+
+def values_apart_from_zero(arrays, dout):
+    arrays["v"] += 5
+
+
+def small(arrays, dout):
+    for name, factor in (("q", 1e-6), ("k", 1e-3), ("v", 1e-10)):
+        arrays[name] *= factor
+    dout *= 1e-9
+
+
+def zeros(arrays, dout):
+    arrays["q"][:, 0], arrays["k"][:, 1], arrays["v"][:, :, ::5], dout[:, :, ::3] = 0, 0, 0, 0
+
+
+def cotangents_of_three_decades(arrays, dout):
+    dout *= 10 ** np.random.default_rng(2).uniform(-3, 0, (*dout.shape[:-1], 1))
+
+
+@needs_triton
+@interpreted
+@pytest.mark.parametrize(
+    "change",
+    [rest, large_logits, values_apart_from_zero, small, zeros, cotangents_of_three_decades],
+)
+def test_halves_err_at_most_twice_as_much_as_float32(change, halved):
+    """In norm; float32's own error is that of torch, or its unit."""
+    arrays, dout = (
+        given(1, 3, 40, 70, 2, 16),
+        np.random.default_rng(1).normal(size=(1, 3, 40, 2, 16)),
+    )
+    change(arrays, dout)
+    mask = torch.tensor(present(np.random.default_rng(3), 1, 3, 70)) if change is rest else None
+    tensors = [torch.tensor(x.astype("f4")) for x in (*arrays.values(), dout)]
+    call = halved._Call(op.attention.Arguments(*tensors[:4], mask, 1.0), tensors[4])
+    assert call.scales.all(), "halves serve all heads"
+    want = results(arrays, mask, dout, torch.float64, "torch")
+    found = results(arrays, mask, dout, torch.float32, "triton")
+    by_torch = results(arrays, mask, dout, torch.float32, "torch")
+    for ours, plain, exact in zip(found, by_torch, want, strict=True):
+        off, own = ((x.double() - exact).norm() / exact.norm() for x in (ours, plain))
+        assert off <= 2 * max(own, 2.0**-23), (off, own)
+
+
+NUMBERS = {
+    "Inf": np.inf,
+    "-Inf": -np.inf,
+    "NaN": np.nan,
+    "huge": 1e12,
+    "tiny": 1e-30,
+}
+
+
+@needs_triton
+@interpreted
+@pytest.mark.parametrize("number", NUMBERS)
+def test_heads_that_halves_do_not_serve(number, halved, monkeypatch):
+    """A number that halves don't hold beside others leaves its head to products of float32."""
+    for name in ("q", "k", "v", "dout"):
+        arrays, dout = (
+            given(1, 3, 17, 40, 2, 16),
+            np.random.default_rng(1).normal(size=(1, 3, 17, 2, 16)),
+        )
+        vector = (dout if name == "dout" else arrays[name])[0, 1, 3, 1]
+        if number == "tiny":
+            vector[:] = NUMBERS[number]
+        else:
+            vector[5] = NUMBERS[number]
+        found = results(arrays, None, dout, torch.float32, "triton")
+        with monkeypatch.context() as patch:
+            patch.setattr(halved, "of_float32", lambda device: "ieee")
+            want = results(arrays, None, dout, torch.float32, "triton")
+        if name != "dout":
+            # The head's own results are those of float32, which all others resemble.
+            for ours, plain in zip(found[:-1], want[:-1], strict=True):
+                np.testing.assert_array_equal(ours[0, 1, :, 1], plain[0, 1, :, 1])
+        for ours, plain in zip(found, want, strict=True):
+            scale = plain.nan_to_num(0, 0, 0).abs().max()
+            torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6 * scale, equal_nan=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("dtype", "of_value", "of_gradient"),
-    [("float32", 2e-6, 2e-6), ("float16", 1e-3, 2e-3), ("bfloat16", 8e-3, 1.2e-2)],
+    [
+        ("float32", 2e-6, 2e-6),
+        ("halves", 2e-6, 2e-6),
+        ("float16", 1e-3, 2e-3),
+        ("bfloat16", 8e-3, 1.2e-2),
+    ],
 )
 @pytest.mark.parametrize(
     ("shape", "ending"),
@@ -222,9 +345,15 @@ def test_the_bias_of_many_threads_has_the_same_bits(exact, several_threads):
         ((1, 3, 70, 90, 2, 128), True),
     ],
 )
-def test_blocks_of_a_gpu(shape, ending, dtype, of_value, of_gradient):
+def test_blocks_of_a_gpu(shape, ending, dtype, of_value, of_gradient, monkeypatch):
     """Rows that end early, have holes, or no key, beside NumPy in float64."""
-    rng = np.random.default_rng(0)
+    rng, scale = np.random.default_rng(0), None
+    if dtype == "halves":
+        from gpukern.attention import triton as kernels
+
+        monkeypatch.setattr(kernels, "_LEAST", 0)
+        # Another scale makes another kind of call, whose plan isn't there.
+        dtype, scale = "float32", 0.25
     B, N, _, K, _, _ = shape
     mask = np.arange(K) < rng.integers(K // 3, K, (B, N, 1))
     mask[:, 1] = rng.uniform(size=(B, K)) < 0.7
@@ -237,11 +366,11 @@ def test_blocks_of_a_gpu(shape, ending, dtype, of_value, of_gradient):
         whole = whole.to("cuda", kind)
         leaves[name] = (whole.transpose(1, 2) if whole.ndim == 5 and ending else whole).detach()
         leaves[name].requires_grad_()
-    out = triangle_attention(**leaves, mask=torch.tensor(mask).cuda())
+    out = triangle_attention(**leaves, mask=torch.tensor(mask).cuda(), scale=scale)
     dout = torch.randn_like(out)
     got = torch.autograd.grad(out, tuple(leaves.values()), dout)
     exact = {name: x.detach().double().cpu().numpy() for name, x in leaves.items()}
-    value, pullback = triangle_attention.vjp(**exact, mask=mask)
+    value, pullback = triangle_attention.vjp(**exact, mask=mask, scale=scale)
     assert error(out.detach().double().cpu().numpy(), value) < of_value
     for one, want in zip(got, pullback(dout.double().cpu().numpy()), strict=True):
         off = one.double().cpu().numpy() - want

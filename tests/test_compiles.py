@@ -130,6 +130,8 @@ HALVES = """
 from gpukern import products
 products._WORK = products._WORK_OF_ONE = 0
 products.LEAST = 1
+from gpukern.attention import triton as attention
+attention._LEAST = 0
 from gpukern.trimul import plan
 plan.FEW = 0
 """
@@ -144,8 +146,8 @@ OF_FLOAT64 = tuple(family for family in SMALL if family != "attention")
     [
         (SMALL, "float32", 90, ""),
         (OF_FLOAT64, "float64", 80, ""),
-        (("trimul", "so2"), "float32", 90, EMULATED + HALVES),
-        (("so2", "delta", "generated"), "float32", 100, EMULATED + HALVES),
+        (("trimul", "so2", "attention"), "float32", 90, EMULATED + HALVES),
+        (("so2", "delta", "generated", "attention"), "float32", 100, EMULATED + HALVES),
         (("trimul", "generated"), "float32", 80, EMULATED),
     ],
     ids=["hopper", "float64 on ampere", "halves", "halves on blackwell", "emulated on ampere"],
