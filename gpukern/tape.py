@@ -36,7 +36,7 @@ _UNIT = 512
 _DIRECT = triton.__version__.startswith("3.6.") and torch.version.cuda is not None
 
 _here = threading.local()
-_switching = threading.Lock()
+_switching = threading.RLock()
 
 aten = torch.ops.aten
 _EMPTY = {

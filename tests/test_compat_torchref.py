@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.resources
 import importlib.util
 import inspect
+import io
 import math
 import re
 import sys
@@ -390,14 +391,24 @@ class Losses:
         pass
 
     def run(self, optimizer, log=False, nsteps=1, *, context="loss_state.step"):
+        accepted = None
+
         def closure():
+            nonlocal accepted
             optimizer.zero_grad()
             loss = self.aggregate()
             loss.backward()
+            if not loss.isfinite():
+                optimizer.zero_grad()
+                return torch.full_like(loss.detach(), torch.inf)
+            accepted = loss
             return loss
 
         for _ in range(nsteps):
             optimizer.step(closure)
+        if log:
+            self.aggregate(log_values=True)
+        return accepted
 
     def aggregate(self, log_values=False):
         weighted = {name: target for name, target in self.targets.items() if self.weights[name]}
@@ -443,10 +454,98 @@ def losses(program, monkeypatch):
     return made, count
 
 
-def rosenbrock(device):
+class Again:
+    """A graph on a CPU: a replay evaluates anew, and writes where the capture's results are."""
+
+    def __init__(self, evaluations, leaves, weights):
+        evaluations._evaluate(leaves, weights)
+        self.evaluate = lambda: evaluations._evaluate(leaves, weights)
+        self.of, evaluations.graph = evaluations, self
+
+    @torch.enable_grad()
+    def replay(self):
+        names = "total", "gradients", "losses", "report"
+        kept = [getattr(self.of, name) for name in names]
+        self.evaluate()
+        with torch.no_grad():
+            for name, before in zip(names, kept, strict=True):
+                new, old = (
+                    torch.utils._pytree.tree_leaves(x) for x in (vars(self.of)[name], before)
+                )
+                for a, b in zip(old, new, strict=True):
+                    a.copy_(b[...] if a.ndim == 0 else b)
+                setattr(self.of, name, before)
+
+
+@pytest.fixture
+def emulated(losses, monkeypatch):
+    monkeypatch.setattr(_replays, "_on_gpu", lambda parameters: True)
+    capture = lambda self, *given: Again(self, *given) and None  # noqa: E731
+    monkeypatch.setattr(_replays._Evaluations, "_capture", capture)
+    held = lambda self, *given: self._evaluate(*given) is None  # noqa: E731
+    monkeypatch.setattr(_replays._Evaluations, "_is_held", held)
+    return losses
+
+
+def reweighted(state, optimizer, x, y):
+    optimizer.register_step_post_hook(lambda *_: state.weights.update(bowl=0.5, valley=2.0))
+
+
+def replaced(state, optimizer, x, y):
+    def move(*_):
+        x.data = x.data.clamp(max=0.4).clone()
+
+    optimizer.register_step_post_hook(move)
+
+
+def masked(state, optimizer, x, y):
+    def mask(p):
+        p.grad[1:] = 0
+
+    x.register_post_accumulate_grad_hook(mask)
+
+
+def bounded(state, optimizer, x, y):
+    valley = state.targets["valley"]
+    state.targets["valley"] = lambda: valley() + (1.05 - y[0]).sqrt()
+
+
+def frozen(state, optimizer, x, y):
+    y.requires_grad_(False)
+
+
+def undone(state, optimizer, x, y):
+    pass
+
+
+@pytest.mark.parametrize("change", [undone, reweighted, replaced, masked, bounded, frozen])
+@pytest.mark.parametrize("log", [False, True])
+def test_a_run_by_graphs_is_torchrefs(emulated, change, log):
+    """Parameters, the loss that a run returns, and the optimizer's state, which can be saved."""
+    make, count = emulated
+    found = []
+    for kind in (Losses, make):
+        x, y, targets = rosenbrock("cpu", torch.float64)
+        optimizer = torch.optim.LBFGS([x, y], line_search_fn="strong_wolfe", max_iter=6)
+        state = kind(**targets)
+        change(state, optimizer, x, y)
+        loss = state.run(optimizer, log, nsteps=3)
+        saved = io.BytesIO()
+        torch.save(optimizer.state_dict(), saved)
+        saved.seek(0)
+        kept = torch.load(saved)["state"][0]
+        found.append([x.detach(), y.detach(), loss.detach().double(), kept["n_iter"]])
+    torch.testing.assert_close(found[1][:3], found[0][:3], rtol=1e-5, atol=1e-6)
+    assert found[1][3] == found[0][3]
+    assert "step" not in vars(optimizer)
+    assert not _replays._running
+    assert (len(count) > 10) == (change is not masked)
+
+
+def rosenbrock(device, dtype=torch.float32):
     """Two parameters, one of two numbers and one of none, and a bowed valley."""
-    x = torch.nn.Parameter(torch.tensor([-1.2, 1.0], device=device))
-    y = torch.nn.Parameter(torch.zeros(3, device=device))
+    x = torch.nn.Parameter(torch.tensor([-1.2, 1.0], device=device, dtype=dtype))
+    y = torch.nn.Parameter(torch.zeros(3, device=device, dtype=dtype))
     valley = lambda: 100 * (x[1] - x[0] ** 2) ** 2 + (1 - x[0]) ** 2  # noqa: E731
     return x, y, {"valley": valley, "bowl": lambda: ((y - 2) ** 2).sum()}
 
@@ -478,6 +577,7 @@ def test_steps_of_lbfgs_are_torchs(options):
         optimizer = torch.optim.LBFGS(leaves, line_search_fn="strong_wolfe", **options)
         evaluations = _replays._Evaluations(None, optimizer)
         evaluations.direction = torch.ones(15, dtype=torch.float64)
+        steps = optimizer.step, _lbfgs.step_by(optimizer, evaluations)
 
         def closure(x=x, y=y, optimizer=optimizer):
             optimizer.zero_grad()
@@ -488,10 +588,7 @@ def test_steps_of_lbfgs_are_torchs(options):
 
         assert _lbfgs.serves(optimizer)
         for ours in turns:
-            if ours:
-                _lbfgs.step(optimizer, closure, evaluations=evaluations)
-            else:
-                optimizer.step(closure)
+            steps[ours](closure)
         found.append(torch.cat([p.detach().flatten() for p in leaves]))
         state = optimizer.state[x]
         states.append((state["n_iter"], state["func_evals"], len(state["old_dirs"])))

@@ -402,10 +402,14 @@ def neighbours(target: Any) -> Any:
 
 def statistics(target: Any, *, theirs: Any) -> Any:
     """Return the statistics of a target, or of several, made once for the same atoms."""
-    if unserved() or target.model is None or target.restraints is None:
+    model = target.model
+    # Some have no use for restraints, which are made when they are first asked for.
+    restraints = None if model is None else model.ctx.restraints
+    if unserved() or restraints is None:
         return NotImplemented
-    groups = [x for kind in target.restraints.restraints.values() for x in kind.values()]
-    inputs = [*target.parameters(), *target.buffers(), target.restraints.h_topo]
+    groups = [x for kind in restraints.restraints.values() for x in kind.values()]
+    inputs = [*target.parameters(), *target.buffers(), *restraints.buffers()]
+    inputs += [restraints.h_topo, model.cell, model.spacegroup]
     for group in groups:
         inputs += group.values() if isinstance(group, dict) else [group]
     for each in target.values() if hasattr(target, "values") else [target]:

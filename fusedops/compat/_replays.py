@@ -32,6 +32,8 @@ class _Evaluations:
         self.state, self.groups = state, optimizer.param_groups
         #: The direction in which an optimizer of ours moves all parameters.
         self.direction: Any = None
+        #: The loss of the last replay that its step accepted, if no closure followed.
+        self.latest: float | None = None
         # A loss that outlives the run holds this list, and not the graph.
         self.turn = [0]
         self.versions: list[int] = []
@@ -45,7 +47,19 @@ class _Evaluations:
         self.losses: dict[str, Any] = {}
         self.gradients: Any = ()
         self.report: Any = None
-        self.latest: Any = None
+
+    def _now(self) -> tuple[list[Any], dict[str, float], Any]:
+        """Return the leaves, the weights, and all that a graph follows from but their values."""
+        targets = self.state.targets
+        leaves = [p for group in self.groups for p in group["params"] if p.requires_grad]
+        weights = {name: self.state.get_effective_weight(name) for name in targets}
+        places = [(p.device, p.data_ptr(), _is_hooked(p)) for p in leaves]
+        return leaves, weights, (weights, list(targets.values()), places)
+
+    def check(self) -> None:
+        """Drop the graph if it would no longer be the loss."""
+        if self.graph is not None and self._now()[2] != self.setting:
+            self.forget()
 
     def again(self) -> Any:
         """Replay the loss in an optimizer's step: return `reported`, or None without a graph."""
@@ -67,15 +81,12 @@ class _Evaluations:
             [torch.zeros_like(p.flatten()) if dx is None else dx.flatten() for p, dx in found]
         )
         numbers = loss.detach(), gradient.dot(ahead), gradient.abs().max(), ahead.abs().max()
-        return gradient, torch.stack([number.to(gradient) for number in numbers])
+        return gradient, torch.stack([number.double() for number in numbers])
 
     def loss(self) -> Any:
         """Return the loss, or NotImplemented for an evaluation that TorchRef serves."""
         state, targets = self.state, self.state.targets
-        leaves = [p for group in self.groups for p in group["params"] if p.requires_grad]
-        weights = {name: state.get_effective_weight(name) for name in targets}
-        places = [(p.device, p.data_ptr()) for p in leaves]
-        setting = weights, list(targets.values()), places
+        leaves, weights, setting = self._now()
         before, self.versions = self.versions, [p._version for p in leaves]
         if setting != self.setting:
             self.forget()
@@ -87,7 +98,7 @@ class _Evaluations:
             # TorchRef keeps results of a parameter that hasn't changed since. The gradient of a
             # parameter with hooks would pass through them twice.
             stays = any([new == old for new, old in zip(self.versions, before, strict=True)])
-            if stays or _held.get(kind) is False or any([p._backward_hooks for p in leaves]):
+            if stays or _held.get(kind) is False or any(map(_is_hooked, leaves)):
                 return NotImplemented
             # All is made anew: one target may replace what another one reads.
             state.reset_caches()
@@ -169,6 +180,10 @@ class _Evaluations:
         _renew(leaves)
 
 
+def _is_hooked(p: Any) -> bool:
+    return bool(p._backward_hooks or p._post_accumulate_grad_hooks)
+
+
 def _tell(why: str) -> None:
     warnings.warn(
         f"LossState: such losses are evaluated without a CUDA graph: {why}",
@@ -232,30 +247,40 @@ def run(
 ) -> Any:
     """Run an optimizer, whose closure asks for losses by `aggregate`."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    devices = {p.device for p in parameters}
-    served = len(devices) == 1 and devices.pop().type == "cuda" and keeps() and not unserved()
+    served = _on_gpu(parameters) and keeps() and not unserved()
     # An optimizer that runs within another one's step has other parameters.
     outer = _running.pop(id(state), None)
     if outer is None and (_running or not served):
         return NotImplemented
     theirs: Any = sys.modules["torchref.refinement.loss_state"].LossState.run
-    if outer is None:
-        evaluations = _running[id(state)] = _Evaluations(state, optimizer)
-        if _lbfgs.serves(optimizer):
-            evaluations.direction = torch.cat([p.detach().reshape(-1) for p in parameters])
-            optimizer.step = functools.partial(_lbfgs.step, optimizer, evaluations=evaluations)
-    try:
-        found = getattr(theirs, "theirs", theirs)(state, optimizer, log, nsteps, context=context)
-        latest = None if outer is not None else evaluations.latest
-        return found if latest is None else latest.clone()
-    finally:
-        if outer is None:
-            _running.pop(id(state)).forget()
-            if evaluations.direction is not None:
-                del optimizer.step
-        else:
+    theirs = functools.partial(getattr(theirs, "theirs", theirs), state, optimizer, log, nsteps)
+    if outer is not None:
+        try:
+            return theirs(context=context)
+        finally:
             outer.forget()
             _running[id(state)] = outer
+    evaluations = _Evaluations(state, optimizer)
+    try:
+        if _lbfgs.serves(optimizer):
+            evaluations.direction = torch.cat([p.detach().flatten() for p in parameters])
+            optimizer.step = _lbfgs.step_by(optimizer, evaluations)
+        _running[id(state)] = evaluations
+        found = theirs(context=context)
+    finally:
+        _running.pop(id(state), None)
+        evaluations.forget()
+        if evaluations.direction is not None:
+            vars(optimizer).pop("step", None)
+    if evaluations.latest is None:
+        return found
+    dtype = sys.modules["torchref.config"].get_float_dtype()
+    return torch.tensor(evaluations.latest, dtype=dtype, device=parameters[0].device)
+
+
+def _on_gpu(parameters: list[Any]) -> bool:
+    devices = {p.device for p in parameters}
+    return len(devices) == 1 and devices.pop().type == "cuda"
 
 
 def aggregate(state: Any, log_values: bool = False) -> Any:
