@@ -933,6 +933,18 @@ class TestTorchRef:
             assert found()["nonbonded/loss"] > 2 * abs(theirs["nonbonded/loss"])
             targets[0]["nonbonded"].buffer -= 1.0
             compat.unregister()
+        compat.register()
+        found()
+        lengths, angles = model.cell.data.split(3)
+        model.cell = type(model.cell)([*(0.9 * lengths).tolist(), *angles.tolist()])
+        ours = found()
+        compat.unregister()
+        assert ours == pytest.approx(found(), rel=1e-9)
+        # Restraints are made when they are first asked for.
+        compat.register()
+        model.ctx.restraints = None
+        targets[1]["sigd"].stats()
+        assert model.ctx.restraints is None
 
     def test_parameters_that_ours_lack_stay_torchrefs(self, model):
         geometry = importlib.import_module("torchref.refinement.targets.geometry")
