@@ -45,21 +45,24 @@ def tensor(array: Any) -> Any:
     return torch.from_numpy(array)
 
 
-def as_framework(framework: str, p: Problem) -> dict[str, Any]:
+def as_framework(framework: str, p: Problem, device: str = "cpu") -> dict[str, Any]:
     """Return a problem's arguments, as tensors if need be."""
     if framework == "numpy":
         return dict(p.arguments)
-    return {n: tensor(a) if isinstance(a, np.ndarray) else a for n, a in p.arguments.items()}
+    given = {n: tensor(a) if isinstance(a, np.ndarray) else a for n, a in p.arguments.items()}
+    return {n: a.to(device) if hasattr(a, "to") else a for n, a in given.items()}
 
 
-def leaves_of(p: Problem) -> list[Any]:
-    return [tensor(p.arguments[name].copy()).requires_grad_() for name in p.leaves]
+def leaves_of(p: Problem, device: str = "cpu") -> list[Any]:
+    return [tensor(p.arguments[name].copy()).to(device).requires_grad_() for name in p.leaves]
 
 
-def function_of(p: Problem, backend: str | None = None, **options: Any) -> Callable[..., Any]:
+def function_of(
+    p: Problem, backend: str | None = None, device: str = "cpu", **options: Any
+) -> Callable[..., Any]:
     """Return the call as a function of the tensors that have a gradient."""
     # Torch compiles no look into the problem, whose properties are made under a lock.
-    arguments, op, names = as_framework("torch", p), p.op, p.leaves
+    arguments, op, names = as_framework("torch", p, device), p.op, p.leaves
 
     def function(*leaves: Any, **more: Any) -> Any:
         given = {**arguments, **dict(zip(names, leaves, strict=True)), **options, **more}
@@ -86,9 +89,10 @@ def solve(place: tuple[str, str | None], p: Problem) -> list[np.ndarray]:
     return [a.detach().numpy() for a in (*outs, *gradients)]
 
 
-def total(p: Problem, backend: str | None = None) -> Callable[..., Any]:
+def total(p: Problem, backend: str | None = None, device: str = "cpu") -> Callable[..., Any]:
     """Return a number as a function of the leaves, such that no derivative is constant."""
-    function, weights = function_of(p, backend), list(map(tensor, p.cotangents))
+    function = function_of(p, backend, device)
+    weights = [tensor(cotangent).to(device) for cotangent in p.cotangents]
 
     def weighted(*leaves: Any) -> Any:
         # The squares alone of an orthogonal matrix have a constant sum.

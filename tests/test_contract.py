@@ -397,14 +397,14 @@ def test_batched_cotangents(example):
         compared(again)
 
 
-def derivatives(p, backend, order):
+def derivatives(p, backend, order, device="cpu"):
     """Return the gradient of a sum of squares, then of its part along a vector, and so on."""
-    leaves, rng = leaves_of(p), np.random.default_rng(2)
-    value, found = total(p, backend)(*leaves), []
+    leaves, rng = leaves_of(p, device), np.random.default_rng(2)
+    value, found = total(p, backend, device)(*leaves), []
     for _ in range(order):
         found.append(torch.autograd.grad(value, leaves, create_graph=True, materialize_grads=True))
-        value = sum((g * tensor(rng.normal(size=g.shape))).sum() for g in found[-1])
-    return [gradient.detach().numpy() for gradients in found for gradient in gradients]
+        value = sum((g * tensor(rng.normal(size=g.shape)).to(device)).sum() for g in found[-1])
+    return [gradient.detach().cpu().numpy() for gradients in found for gradient in gradients]
 
 
 @pytest.mark.interpreted_slow(
@@ -418,6 +418,17 @@ def test_derivatives_are_those_of_the_formula(example, place):
     for got, want in zip(*(derivatives(p, b, order) for b in (place[1], "torch")), strict=True):
         # Every order differentiates the roundings of the one before.
         close(p, got, want, times=64)
+
+
+@pytest.mark.gpu
+@every_example
+def test_second_derivatives_on_a_gpu(example):
+    """Of a known kind, too."""
+    p = example.problem("tiny")
+    want = derivatives(p, "torch", 2)
+    for _ in range(2):
+        for got, expected in zip(derivatives(p, None, 2, "cuda"), want, strict=True):
+            close(p, got, expected, times=64)
 
 
 def asked_for(count):
@@ -732,11 +743,7 @@ def test_tensors_without_memory(example):
     assert [(f.shape, f.dtype) for f in fake] == [(w.shape, w.dtype) for w in want]
     # Ops read packed arguments, which so need memory.
     if not any(isinstance(value, Packed) for value in p.arguments.values()):
-        there = {
-            name: a.to("meta") if hasattr(a, "to") else a
-            for name, a in as_framework("torch", p).items()
-        }
-        meta = tuple_of(p.op(**there, backend="torch"))
+        meta = tuple_of(p.op(**as_framework("torch", p, "meta"), backend="torch"))
         assert [(m.shape, m.dtype, m.device.type) for m in meta] == [
             (w.shape, w.dtype, "meta") for w in want
         ]
@@ -820,10 +827,7 @@ def test_out_inside_compiled_code(name):
 def test_a_cuda_graph_replays_new_numbers(example):
     """Values and gradients are computed of numbers written in place of the recorded ones."""
     p = example.problem("medium", "float32")
-    on_gpu = {
-        name: a.to("cuda") if hasattr(a, "to") else a
-        for name, a in as_framework("torch", p).items()
-    }
+    on_gpu = as_framework("torch", p, "cuda")
     leaves = {name: on_gpu[name].requires_grad_() for name in p.leaves}
     cotangents = [tensor(c).to("cuda") for c in p.cotangents]
 
