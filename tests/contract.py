@@ -77,9 +77,16 @@ def evaluate(place: tuple[str, str | None], p: Problem, **options: Any) -> list[
     return [np.asarray(one) for one in tuple_of(out)]
 
 
+def updated(p: Problem) -> list[np.ndarray]:
+    """Return the arrays that a call updates."""
+    return [p.arguments[name] for name in p.op.primitive.mutates]
+
+
 def solve(place: tuple[str, str | None], p: Problem) -> list[np.ndarray]:
-    """Return the outputs and the gradients of the leaves, as arrays."""
+    """Return the outputs and the gradients of the leaves, or the arrays updated, as arrays."""
     framework, backend = place
+    if p.op.primitive.mutates:
+        return [*evaluate(place, p), *updated(p)]
     if framework == "numpy":
         out, pullback = p.op.vjp(**p.arguments, wrt=p.leaves, backend=backend)
         return [np.asarray(a) for a in (*tuple_of(out), *pullback(*p.cotangents))]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import fusedops
-from contract import UPDATES, all_agree, as_framework, evaluate, same, tensor, unaligned
-from places import EXACT, HAS_TORCH, SERVE_TENSORS, interpreted, needs_torch
+from contract import UPDATES, all_agree, as_framework, evaluate, same, tensor
+from places import HAS_TORCH, SERVE_TENSORS, interpreted, needs_torch
 
 if HAS_TORCH:
     import torch
@@ -69,42 +68,6 @@ def test_padding_is_of_no_state(example, place):
     all_agree(p, None, [*out, state], updated(("numpy", "numpy"), p))
     others = np.delete(np.arange(len(state)), slots[1:])
     same(state[others], named(p)[1][others])
-
-
-@every_update
-def test_the_number_of_threads_changes_no_bit(example, exact, several_threads):
-    p, results = example.problem("large"), []
-    try:
-        for threads in (1, 2, 16):
-            fusedops.set_num_threads(threads)
-            several_threads.clear()
-            results.append(updated(("numpy", exact), p))
-            assert set(several_threads) == {threads}
-    finally:
-        fusedops.set_num_threads(None)
-    for result in results[1:]:
-        all_agree(p, exact, result, results[0])
-
-
-@every_update
-def test_out_is_filled_and_returned(example, place):
-    p = example.problem()
-    want = updated(place, p)
-    out = np.full(want[0].shape, np.nan)
-    filled = tensor(out) if place[0] == "torch" else unaligned(out)
-    arguments = as_framework(place[0], p)
-    assert p.op(**arguments, out=filled, backend=place[1]) is filled
-    all_agree(p, place[1], [np.asarray(filled), named(p)[1]], want)
-
-
-@pytest.mark.parametrize("backend", EXACT)
-@every_update
-def test_arrays_at_odd_addresses(example, aligned, backend):
-    p = example.problem()
-    odd = p.mapped(unaligned)
-    same(evaluate(("numpy", backend), odd)[0], updated(("numpy", backend), p)[0])
-    same(named(odd)[1], updated(("numpy", backend), p)[1])
-    assert aligned
 
 
 def overlapping(state):
