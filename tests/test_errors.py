@@ -242,6 +242,20 @@ def test_out_shares_memory_with_no_argument(op, name, written, framework, index)
     np.testing.assert_array_equal(memory, before)
 
 
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_out_may_lie_beside_an_argument(framework):
+    """It may not have an argument's first or last element."""
+    memory = torch.ones(70) if framework == "torch" else ones(70)
+    x, kernels = memory[20:30].reshape(1, 5, 2), memory[50:54].reshape(2, 2)
+    for start in (11, 29, 41, 53):
+        with pytest.raises(ValueError, match="out shares memory with"):
+            fusedops.dynamic_conv(x, kernels, out=memory[start:][:10].reshape(x.shape))
+    assert (memory == 1).all()
+    for start in (10, 30, 40):
+        fusedops.dynamic_conv(x, kernels, out=memory[start:][:10].reshape(x.shape))
+    assert (x == 1).all()
+
+
 @pytest.mark.parametrize("name", ["wa", "wbwc"])
 @pytest.mark.parametrize("make", [fusedops.ScatterPlan, memoryview], ids=lambda make: make.__name__)
 def test_out_shares_memory_with_no_view_that_a_plan_has(make, name):
