@@ -559,20 +559,6 @@ def test_transforms(example, place):
     check([out[0] for out in shared], tuple_of(function(*arrays)))
 
 
-@needs_torch
-@every_example
-def test_hessians(example):
-    p = example.problem("tiny")
-    loss = total(p)
-    first, *others = (tensor(p.arguments[name]) for name in p.leaves)
-    want = torch.autograd.functional.hessian(lambda x: loss(x, *others), first)
-    got = torch.func.jacrev(torch.func.grad(loss))(first, *others)
-    torch.testing.assert_close(got, want)
-    for hessian in (torch.func.hessian, torch.func.jacrev, torch.func.jacfwd):
-        inner = loss if hessian is torch.func.hessian else torch.func.jacfwd(loss)
-        torch.testing.assert_close(hessian(inner)(first, *others), want)
-
-
 @few
 @at(TENSORS)
 def test_forward_mode(example, place):

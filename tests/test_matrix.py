@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import guarded
+from contract import of_primitives
 from fusedops import Sequences
 from fusedops._catalogue import typical
 from fusedops._frame import primitive as primitive_frame
@@ -46,42 +47,18 @@ def served(cases, places):
 CHAIN = next(case for case in CASES if case.primitive is nll)
 TYPICAL = list(typical(CASES).values())
 # One case for each way in which a kernel skips unwanted outputs, small for the interpreter.
-ALONE = [
-    case
-    for case in CASES
-    if case.name
-    in (
-        "chain-uniform",
-        "dynamic-short",
-        "static-short",
-        "w5",
-        "generated-w7",
-        "l1-m1-forth",
-        "l1-m1-back",
-        "undo-dense",
-        "l3-m1",
-        "l3-m1-m",
-        "odd",
-        "small-iso",
-        "triclinic-aniso",
-        "hidden-incoming",
-        "plain",
-    )
-]
-
-
+ALONE = of_primitives(
+    *("chain-uniform", "dynamic-short", "static-short", "w5", "generated-w7", "l1-m1-forth"),
+    *("l1-m1-back", "undo-dense", "l3-m1", "l3-m1-m", "odd", "small-iso", "triclinic-aniso"),
+    *("hidden-incoming", "plain"),
+)
 # For the interpreter, small cases of each way in which a kernel reads and writes.
-FEW = [
-    case
-    for case in CASES
-    if case.name
-    in (
-        *("static-packed", "dynamic-short", "paged", "circular", "generated-w7", "wrapped"),
-        *("l1-m1-forth", "l1-m0-back", "undo-packed", "own", "l1-m0-scaled", "l1-dense"),
-        *("l3-packed", "l3-m1", "l3-m1-m", "small-iso", "bad-aniso", "hidden-incoming", "openfold"),
-        *("chain-uniform", "degenerate-weighted"),
-    )
-]
+FEW = of_primitives(
+    *("static-packed", "dynamic-short", "paged", "circular", "generated-w7", "wrapped"),
+    *("l1-m1-forth", "l1-m0-back", "undo-packed", "own", "l1-m0-scaled", "l1-dense"),
+    *("l3-packed", "l3-m1", "l3-m1-m", "small-iso", "bad-aniso", "hidden-incoming", "openfold"),
+    *("chain-uniform", "degenerate-weighted"),
+)
 # In the interpreter these cases are enough in float32, where kernels differ from float64 by
 # roundings and casts.
 FLOAT32 = [*ALONE, *FEW, *TYPICAL]

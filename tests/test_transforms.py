@@ -67,10 +67,22 @@ def test_the_pullback_of_a_gradient_after_its_transform(p):
     torch.testing.assert_close(torch.func.vjp(gradient, *arrays)[1](v), want)
 
 
-def test_a_batch_of_hessians(p):
+def test_hessians(p):
     x, *others = arrays_of(p)
-    hessian = torch.func.jacrev(torch.func.grad(lambda x: total(p)(x, *others)))
-    torch.testing.assert_close(torch.vmap(hessian)(torch.stack([x, 1.25 * x]))[0], hessian(x))
+
+    def loss(x):
+        return total(p)(x, *others)
+
+    want = torch.autograd.functional.hessian(loss, x)
+    gradient = torch.func.grad(loss)
+    forward = torch.func.jacfwd(loss)
+    for hessian in (
+        *(torch.func.hessian(loss), torch.func.jacrev(gradient)),
+        *(torch.func.jacrev(forward), torch.func.jacfwd(forward)),
+    ):
+        torch.testing.assert_close(hessian(x), want)
+    batch = torch.stack([x, 1.25 * x])
+    torch.testing.assert_close(torch.vmap(torch.func.jacrev(gradient))(batch)[0], want)
 
 
 def test_third_derivatives(p):
