@@ -24,7 +24,14 @@ def run_without(hidden, command):
     return ended(f"{without(*hidden)}from fusedops import cli\nsys.exit(cli.main({command!r}))")
 
 
-def test_every_op_is_checked_on_numpy(capsys):
+@needs_torch
+def test_every_op_is_checked_on_numpy(capsys, monkeypatch):
+    """In 16 bits; below, without torch, arrays are checked."""
+
+    def ways(op, backend):
+        return {"torch": ["bfloat16" if op.primitive.sixteen_bits else "float32"]}
+
+    monkeypatch.setattr(check, "_ways", ways)
     assert cli.main(["check", "--device", "cpu", "--backend", "numpy"]) == 0
     out = capsys.readouterr().out
     for name in OPS:
@@ -68,11 +75,8 @@ def test_nothing_to_check(capsys):
 @pytest.mark.parametrize(
     ("primitive", "op", "output"),
     [
-        ("planarity_nll", fusedops.planarity_nll, -1),
         ("dynamic_conv", fusedops.dynamic_conv, -2),
-        ("dynamic_conv_vjp", fusedops.dynamic_conv, -4),
         ("dynamic_conv_step", fusedops.dynamic_conv_step, -1),
-        ("structured_gather", fusedops.structured_scatter_add, -1),
         ("gaussian_density_vjp", fusedops.gaussian_density, -3),
     ],
 )
