@@ -109,6 +109,9 @@ def memory(value):
     """Return an argument's contents in a form that can be compared."""
     if isinstance(value, (list, tuple)):
         return [memory(part) for part in value]
+    if HAS_TORCH and isinstance(value, torch.Tensor):
+        # Its repr takes longer than a call.
+        value = value.numpy()
     return value.tobytes() if isinstance(value, np.ndarray) else repr(value)
 
 

@@ -68,20 +68,22 @@ def test_the_pullback_of_a_gradient_after_its_transform(p):
 
 
 def test_hessians(p):
+    """By a step along two directions, since a Hessian has a row for each number."""
     x, *others = arrays_of(p)
+    directions = torch.stack([vectors(p)[0], x.cos()])
 
-    def loss(x):
-        return total(p)(x, *others)
+    def loss(step):
+        return total(p)(x + torch.tensordot(step, directions, 1), *others)
 
-    want = torch.autograd.functional.hessian(loss, x)
-    gradient = torch.func.grad(loss)
-    forward = torch.func.jacfwd(loss)
+    step = torch.tensor([0.01, -0.02], dtype=torch.float64)
+    want = torch.autograd.functional.hessian(loss, step)
+    gradient, forward = torch.func.grad(loss), torch.func.jacfwd(loss)
     for hessian in (
         *(torch.func.hessian(loss), torch.func.jacrev(gradient)),
         *(torch.func.jacrev(forward), torch.func.jacfwd(forward)),
     ):
-        torch.testing.assert_close(hessian(x), want)
-    batch = torch.stack([x, 1.25 * x])
+        torch.testing.assert_close(hessian(step), want)
+    batch = torch.stack([step, 1.25 * step])
     torch.testing.assert_close(torch.vmap(torch.func.jacrev(gradient))(batch)[0], want)
 
 
@@ -103,6 +105,7 @@ def test_third_derivatives(p):
     torch.testing.assert_close(list(third(by_func, arrays_of(p))), want)
 
 
+@pytest.mark.parametrize("p", {e.op: e for e in EXAMPLES}.values(), ids=str, indirect=True)
 def test_tangents_of_tangents(p):
     """Torch switches tangents off in a rule for them, those of outer transforms too."""
     arrays, t, loss = arrays_of(p), vectors(p), total(p)
