@@ -8,10 +8,11 @@ import sys
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from fusedops.testing import CASES
+from fusedops.testing import CASES  # noqa: E402
+from gpukern.trimul import plan  # noqa: E402
 
 # A launch compiles its kernel instead, and gives the compiled one to `note`.
 LAUNCHES = """
@@ -114,14 +115,20 @@ print("compiled")
 """
 
 
-def compiling(capability, code, tmp_path):
-    """Run code that launches kernels, with those compiled instead."""
+def run(code, tmp_path):
+    """Run code that compiles kernels; return what it printed."""
     settings = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     settings.pop("TRITON_INTERPRET", None)
-    code = f"CAPABILITY = {capability}\n{LAUNCHES}\n{code}"
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", code], env=settings, capture_output=True, text=True
     )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def compiling(capability, code, tmp_path):
+    """Run code that launches kernels, with those compiled instead."""
+    return run(f"CAPABILITY = {capability}\n{LAUNCHES}\n{code}", tmp_path)
 
 
 EMULATED = "from gpukern import precision\nprecision.of_float32 = lambda _: precision.EMULATED\n"
@@ -154,8 +161,7 @@ OF_FLOAT64 = tuple(family for family in SMALL if family != "attention")
 )
 def test_kernels_compile(families, dtype, capability, before, tmp_path):
     code = f"FAMILIES, DTYPE = {families}, torch.{dtype}\n{before}{COMPILE}"
-    done = compiling(capability, code, tmp_path)
-    assert done.stdout == "compiled\n", done.stderr
+    assert compiling(capability, code, tmp_path) == "compiled\n"
 
 
 # The update of float32 with factors of TF32, of which large tiles take 164 KiB, by arrays of the
@@ -187,9 +193,7 @@ print(max(most.values()))
 @pytest.mark.compiles
 def test_triangles_fit_in_the_shared_memory_of_ada(tmp_path):
     """A program of sm_86, sm_89 and sm_120 has 99 KiB at most."""
-    done = compiling(89, ADA, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) <= 99 << 10
+    assert int(compiling(89, ADA, tmp_path)) <= 99 << 10
 
 
 STEP = """
@@ -215,8 +219,7 @@ print(*sorted(loads))
 )
 def test_a_decoding_step_loads_vectors(slots, more, tmp_path):
     """A lane loads two tokens, and their taps and states in vectors, once each."""
-    done = compiling(90, f"SLOTS = {slots}\n{STEP}", tmp_path)
-    assert done.stdout == f"b32 {more}v4.b32 v4.b32\n", done.stderr
+    assert compiling(90, f"SLOTS = {slots}\n{STEP}", tmp_path) == f"b32 {more}v4.b32 v4.b32\n"
 
 
 MIXED = """
@@ -247,8 +250,7 @@ print(count)
 @pytest.mark.compiles
 def test_a_gradient_of_mixed_dtypes_compiles(tmp_path):
     """Pointers of several types meet in one kernel, where no branch may change a name's type."""
-    done = compiling(90, MIXED, tmp_path)
-    assert done.stdout == "3\n", done.stderr
+    assert compiling(90, MIXED, tmp_path) == "3\n"
 
 
 # In PTX a factor in registers stands in braces, and one in shared memory is an address.
@@ -278,5 +280,150 @@ print(len(factors) > 0)
 @pytest.mark.compiles
 def test_no_factor_of_the_delta_rule_is_in_registers(tmp_path):
     """The assembler of CUDA 12 writes to such registers too early."""
-    done = compiling(90, FACTORS, tmp_path)
-    assert done.stdout == "True\n", done.stderr
+    assert compiling(90, FACTORS, tmp_path) == "True\n"
+
+
+# Kernels in Gluon for Hopper; nothing interprets them, so only a GPU can check their results.
+GLUON = """
+import inspect, itertools
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import jit
+from triton.experimental.gluon._runtime import GluonASTSource
+from gpukern.hopper import SHARED, TILE
+
+
+def made(kernel, signature, values, aligned, warps=4):
+    source = GluonASTSource(jit(kernel), signature, values, aligned)
+    made = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": warps})
+    assert made.metadata.shared <= SHARED, made.metadata.shared
+    return made.asm["ptx"]
+"""
+
+TRIANGLES = """
+from gpukern.trimul import hopper, hopper_backward as back, hopper_wide as wide
+
+POINTERS = hopper.POINTERS | back.POINTERS | wide.POINTERS
+# Pointers to the dtype of x; all others point to factors.
+OWN = "x", "w", "b", "p_w", "p_b", "g_w", "g_b", "o_w", "o_b", "out", "mask", "dout", "dx"
+
+
+def compile(kernel, warps, output, bf16, none, kinds={}, **constants):
+    given, factor = "*bf16" if output else "*fp32", "bf16" if bf16 else "fp16"
+    dot = tl.bfloat16 if bf16 else tl.float16
+    constants |= dict(H=128, V=8 if output else 4)
+    constants |= {} if kernel is wide.pack else dict(EPS=1e-5)
+    constants |= {} if kernel in wide.POINTERS else dict(DOT=dot)
+    signature, values, aligned = {}, {}, {}
+    for at, name in enumerate(inspect.signature(kernel).parameters):
+        if name in constants or name in none:
+            signature[name], values[at,] = "constexpr", constants.get(name)
+        elif name in (*POINTERS[kernel], "mask", "scaling"):
+            own = given if name in OWN else f"*{factor}"
+            own = "*fp32" if name in ("scaling", "sums", "biases") else own
+            signature[name] = "*fp16" if name == "gate" else kinds.get(name, own)
+            if name in POINTERS[kernel]:
+                aligned[at,] = [["tt.divisibility", 16]]
+        elif name == "weights":
+            shape = [2 * constants["BH"], wide._CHUNK.value]
+            signature[name] = f"tensordesc<{factor}{shape},{TILE!r}>"
+        else:
+            signature[name] = "i32"
+    ptx = made(kernel, signature, values, aligned, warps)
+    if kernel is not wide.pack:
+        assert "wgmma" in ptx and "movmatrix" in ptx
+        # Four edges of a plane are written at once.
+        assert "st.global.v2.b32" in ptx or kernel is hopper.finish
+
+
+for C, biases, output in itertools.product(CHANNELS, *[(False, True)] * 2):
+    if C != 128 and biases == output:
+        continue
+    none = [] if biases else ["mask", "w", "b", "p_b", "g_b", "o_b"]
+    none += ["scaling"] if output else []
+    common = dict(C=C, LONG=tl.int64 if biases else tl.int32)
+    G = C if output else 128
+    bf16 = output or (biases and C == 128)
+    split = bf16 and (not output or biases != (C == 384))
+    kinds = dict(p_w="*fp32") if split else {}
+    W, BN = hopper.way_to_finish(C, 128, 2 if output else 4, split)
+    compile(hopper.finish, W, output, bf16, none, kinds, OUTPUT=output, W=W, BN=BN, **common)
+    for logits in (False, True):
+        way = hopper.way_to_project(C, 128, G, logits)
+        if way:
+            without = none + ([] if logits else ["logits"])
+            rest = dict(G=G, OUTPUT=output, W=way.warps, BH=way.block)
+            compile(hopper.project, way.warps, output, bf16, without, **rest, **common)
+    way = wide.way_to_project_wide(C, 128, G)
+    if way:
+        without = none + ([] if biases else ["biases"])
+        rest = dict(OUTPUT=output, BH=way.block)
+        compile(wide.pack, 4, output, bf16, without, C=C, **rest)
+        compile(wide.project_wide, 4, output, bf16, without, G=G, SLOTS=way.slots, **rest, **common)
+    W = back.way_to_finish_back(C, 128)
+    if W:
+        compile(back.finish_back, W, output, bf16, none, OUTPUT=output, W=W, **common)
+    way = back.way_to_project_back(C, 128, G)
+    if way:
+        rest = dict(G=G, KEPT=C + 8, W=way.warps, BH=way.block)
+        compile(back.project_back, way.warps, output, bf16, none, **rest, **common)
+"""
+
+GENERATED = """
+from gpukern.generated import hopper
+
+for kernel, aligned in hopper.POINTERS.items():
+    constants = dict(H=384, D=3072, SILU=True, SLOTS=hopper.slots(kernel, 384))
+    signature, values, attributes = {}, {}, {}
+    for at, name in enumerate(inspect.signature(kernel).parameters):
+        if name in constants:
+            signature[name], values[at,] = "constexpr", constants[name]
+        elif name in aligned:
+            signature[name] = "*fp32" if name == "sums" else "*bf16"
+            attributes[at,] = [["tt.divisibility", 16]]
+        elif name in ("hidden", "weight"):
+            shape = [hopper.STEP.value if name == "hidden" else hopper.COLUMNS.value, 64]
+            signature[name] = f"tensordesc<bf16{shape},{TILE!r}>"
+        else:
+            signature[name] = "i32"
+    ptx = made(kernel, signature, values, attributes)
+    assert "wgmma" in ptx and "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
+"""
+
+needs_gluon = pytest.mark.skipif(plan.hopper is None, reason="this Triton's Gluon is another")
+
+
+@pytest.mark.compiles
+@needs_gluon
+@pytest.mark.parametrize("channels", [(128,), (64, 384)], ids=str)
+def test_kernels_of_triangles_for_hopper_compile(channels, tmp_path):
+    run(f"CHANNELS = {channels}\n{GLUON}\n{TRIANGLES}", tmp_path)
+
+
+@pytest.mark.compiles
+@needs_gluon
+def test_generated_kernels_for_hopper_compile(tmp_path):
+    run(f"{GLUON}\n{GENERATED}", tmp_path)
+
+
+@pytest.mark.parametrize(("capability", "warns"), [((9, 0), True), ((10, 0), False)])
+def test_another_gluon_is_a_warning_on_hopper_alone(monkeypatch, recwarn, capability, warns):
+    monkeypatch.setattr(plan, "hopper", None)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert not plan.is_hopper.__wrapped__(torch.device("cuda"))
+    assert [str(warned.message)[:10] for warned in recwarn] == ["Triton is "] * warns
+
+
+@needs_gluon
+@pytest.mark.parametrize("D", [64, 1536, 4096, 8448])
+@pytest.mark.parametrize("tokens", [1, 4096, 262_144, 1 << 20, 3 << 24])
+def test_chunks_hold_all_tokens_by_offsets_of_32_bits(D, tokens):
+    from gpukern.generated import hopper
+
+    for kernel, overlap, width in ((hopper.forward, 0, D), (hopper.inputs, 3, 4 * D)):
+        for processors in (16, 114, 132):
+            chunks, steps = hopper.split(kernel, tokens, D // 32, processors)
+            segments = 4 * hopper.CONSUMERS[kernel]
+            assert chunks * segments * (16 * steps - overlap) >= tokens
+            assert (segments * (16 * steps - overlap) + 16) * width < 2**31

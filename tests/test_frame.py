@@ -503,8 +503,13 @@ def test_torch_and_fusedops_both_keep_their_threads(first):
     order = ["import torch\ntorch.rand(10**6).sin()", "import numpy\n" + LARGE + "step('cython')"]
     code = f"first = {first!r}\n" + "\n".join(order if first == "torch" else order[::-1])
     assert python(code + BOTH).split("\n")[:2] == ["2 2 2 2 2 2", "{2}"]
+
+
+@needs_torch
+def test_a_number_of_threads_leaves_openmps_number_to_torch():
+    code = "import torch, fusedops; fusedops.set_num_threads(4)"
     alone = "print(torch.get_num_threads(), fusedops.get_num_threads())"
-    assert python(code + "\n" + alone, OMP_NUM_THREADS="2").strip() == "2 4"
+    assert python(f"{code}; {alone}", OMP_NUM_THREADS="2").strip() == "2 4"
 
 
 def test_numba_without_a_folder_for_its_cache(tmp_path):

@@ -249,14 +249,8 @@ def test_tensors_of_other_kinds():
 
 
 @needs_torch
-def test_a_lazy_tensor_means_its_numbers():
-    """A lazily negated tensor is of no known kind, and a cotangent without memory is zero."""
-    x = torch.ones(1, 8, 4, dtype=torch.float64)
-    want = fusedops.dynamic_conv(**tensors(x=x))
-    for _ in range(2):
-        got = fusedops.dynamic_conv(**tensors(x=torch._neg_view(x)))
-        assert torch.equal(got, -want)
-    leaf = x.clone().requires_grad_()
+def test_a_cotangent_without_memory_is_zero():
+    leaf = torch.ones(1, 8, 4, dtype=torch.float64, requires_grad=True)
     for backend in ("cython", "numba", "numpy", "torch"):
         out = fusedops.dynamic_conv(**tensors(x=leaf, backend=backend))
         zero = torch._efficientzerotensor(out.shape, dtype=out.dtype)
