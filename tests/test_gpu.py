@@ -613,60 +613,33 @@ def test_more_than_two_to_the_31_elements_of_triangles(dtype, precision, gate, d
 
 # Like TRIANGLES, with enough rows for Hopper's own kernels, and the kernels expected: forward, in a
 # backward with the mask's cotangent, and in one without.
-BACK = ["finish_back", "project_back"]
+PROJECT, WIDE, FINISH = ["project"], ["project_wide"], ["finish"]
+BOTH, BACK = PROJECT + FINISH, ["project", "finish_back", "project_back"]
 IN_PARTS = ["finish_back"] * 4 + ["project"] * 4 + ["project_back"] * 4
+APART = ["finish_back"] * 8 + ["project_back"] * 8
+F32, F16, BF16, OUT, IN = "float32", "float16", "bfloat16", "outgoing", "incoming"
 MANY_TRIANGLES = {
-    "fp16-hidden": (
-        (["project", "finish"], ["project"] * 2, ["project", *BACK]),
-        ("float32", "fp16", "hidden", "outgoing", (1, 264, 128, 128)),
-    ),
-    "fp16-output": (
-        (["project_wide", "finish"], ["project_wide"], []),
-        ("float32", "fp16", "output", "incoming", (1, 264, 384, 128)),
-    ),
-    "bfloat16-incoming": (
-        (["project", "finish"], ["project"] * 2, ["project", *BACK]),
-        ("bfloat16", None, "output", "incoming", (1, 256, 128, 128)),
-    ),
-    "bfloat16-output": (
-        (["project", "finish"], [], []),
-        ("bfloat16", None, "output", "outgoing", (2, 200, 128, 128)),
-    ),
-    "bfloat16-two": (
-        (["project", "finish"], ["project"] * 2, ["project", *BACK] * 2),
-        ("bfloat16", None, "output", "outgoing", (2, 256, 64, 128)),
-    ),
-    "bfloat16-hidden": (
-        (["project", "finish"], ["project"], ["project", *BACK]),
-        ("bfloat16", None, "hidden", "incoming", (1, 272, 64, 64)),
-    ),
-    "bf16-output": (
-        (["project", "finish"], ["project"] * 2, ["project", *BACK]),
-        ("float32", "bf16", "output", "outgoing", (1, 264, 128, 128)),
-    ),
-    "bf16-wide": (
-        (["project_wide", "finish"], ["project_wide"], []),
-        ("float32", "bf16", "hidden", "outgoing", (1, 264, 384, 128)),
-    ),
-    "bfloat16-narrow": (
-        (["project_wide", "finish"], ["project_wide"], []),
-        ("bfloat16", None, "hidden", "outgoing", (1, 264, 384, 64)),
-    ),
-    "float16-output": (
-        (["project", "finish"], ["project"], ["project", *BACK]),
-        ("float16", None, "output", "incoming", (1, 264, 64, 64)),
-    ),
+    "fp16-hidden": (BOTH, PROJECT * 2, BACK, F32, "fp16", "hidden", OUT, (1, 264, 128, 128)),
+    "fp16-output": (WIDE + FINISH, WIDE, [], F32, "fp16", "output", IN, (1, 264, 384, 128)),
+    "bfloat16-incoming": (BOTH, PROJECT * 2, BACK, BF16, None, "output", IN, (1, 256, 128, 128)),
+    "bfloat16-output": (BOTH, [], [], BF16, None, "output", OUT, (2, 200, 128, 128)),
+    "bfloat16-two": (BOTH, PROJECT * 2, BACK * 2, BF16, None, "output", OUT, (2, 256, 64, 128)),
+    "bfloat16-hidden": (BOTH, PROJECT, BACK, BF16, None, "hidden", IN, (1, 272, 64, 64)),
+    "bf16-output": (BOTH, PROJECT * 2, BACK, F32, "bf16", "output", OUT, (1, 264, 128, 128)),
+    "bf16-wide": (WIDE + FINISH, WIDE, [], F32, "bf16", "hidden", OUT, (1, 264, 384, 128)),
+    "bfloat16-narrow": (WIDE + FINISH, WIDE, [], BF16, None, "hidden", OUT, (1, 264, 384, 64)),
+    "float16-output": (BOTH, PROJECT, BACK, F16, None, "output", IN, (1, 264, 64, 64)),
     "fp16-in-parts": (
-        (["project"] * 4 + ["finish"] * 2, [], ["finish_back"] * 8 + ["project_back"] * 8),
-        ("float32", "fp16", "output", "outgoing", (1, 512, 64, 128), 3 << 26),
+        *(PROJECT * 4 + FINISH * 2, [], APART),
+        *(F32, "fp16", "output", OUT, (1, 512, 64, 128), 3 << 26),
     ),
     "bfloat16-in-parts": (
-        (["project", "finish"] * 2, ["project"] * 24, IN_PARTS * 2),
-        ("bfloat16", None, "output", "incoming", (2, 512, 128, 128), 5 << 26),
+        *(BOTH * 2, PROJECT * 24, IN_PARTS * 2),
+        *(BF16, None, "output", IN, (2, 512, 128, 128), 5 << 26),
     ),
     "float16-in-parts": (
-        (["project", "finish"], ["project"] * 12, IN_PARTS),
-        ("float16", None, "hidden", "outgoing", (1, 512, 64, 64), 5 << 25),
+        *(BOTH, PROJECT * 12, IN_PARTS),
+        *(F16, None, "hidden", OUT, (1, 512, 64, 64), 5 << 25),
     ),
 }
 
@@ -694,7 +667,7 @@ def test_triangles_of_many_rows(monkeypatch, fresh_plans, variant, masked, input
         return launcher(kernel, *how)
 
     monkeypatch.setattr(plan, "_launcher", note)
-    (forward, with_mask, without), given = MANY_TRIANGLES[variant]
+    forward, with_mask, without, *given = MANY_TRIANGLES[variant]
     dtype, precision, gate, direction, shape, *limits = given
     rng = np.random.default_rng(shape[1])
     # A mask with gaps comes with biases; without a mask, the norms are ones.
@@ -989,56 +962,33 @@ TRIANGLE_SIZES = [
     [(1, N, 0) for N in (72, 73, 256, 257)],
     [(1, 65, 0), (3, 80, 1), (2, 127, 3), (1, 128, 8), (5, 100, 0), (2, 200, 1), (1, 300, 0)],
 ]
+#: A run, sizes for which it may compile kernels, and others.
+SIZES = {
+    "planarity": (planarity_of_size, [(16, 0)], product((1, 7, 33, 64), (0, 1, 3))),
+    "convolution": (
+        *(convolution_of_size, [(16, 0, 2), (16, 1, 1)]),
+        product((1, 3, 17, 64, 65, 1000), (0, 1, 2, 5), (1, 3)),
+    ),
+    # Token by token, and in chunks.
+    "attention": (
+        *(attention_of_size, [(16, 0, 2), (40, 0, 2)]),
+        product((1, 64, 65, 1000), (0, 1, 4), (3,)),
+    ),
+    "rotations": (
+        *(rotation_of_size, [(16, 16, 0), (16, 16, 1)]),
+        product((1, 7, 64), (1, 3, 32, 1000), (0, 1, 2)),
+    ),
+    "triangle": (partial(triangle_of_size, "float32", None, 16), *TRIANGLE_SIZES),
+    "triangle-fp16": (partial(triangle_of_size, "float32", "fp16", 16), *TRIANGLE_SIZES),
+    "triangle-bfloat16": (partial(triangle_of_size, "bfloat16", None, 16), *TRIANGLE_SIZES),
+    "triangle-many": (
+        *(partial(triangle_of_size, "bfloat16", None, 64), [(1, 256, 0), (2, 192, 0)]),
+        [(1, 264, 0), (2, 200, 1), (1, 272, 8)],
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("run", "known", "others"),
-    [
-        (
-            planarity_of_size,
-            [(16, 0)],
-            [(residues, skip) for residues in (1, 7, 33, 64) for skip in (0, 1, 3)],
-        ),
-        (
-            convolution_of_size,
-            [(16, 0, 2), (16, 1, 1)],
-            [
-                (tokens, skip, batch)
-                for tokens in (1, 3, 17, 64, 65, 1000)
-                for skip in (0, 1, 2, 5)
-                for batch in (1, 3)
-            ],
-        ),
-        (
-            attention_of_size,
-            # Token by token, and in chunks.
-            [(16, 0, 2), (40, 0, 2)],
-            [(tokens, skip, 3) for tokens in (1, 64, 65, 1000) for skip in (0, 1, 4)],
-        ),
-        (
-            rotation_of_size,
-            [(16, 16, 0), (16, 16, 1)],
-            [
-                (nodes, count, skip)
-                for nodes in (1, 7, 64)
-                for count in (1, 3, 32, 1000)
-                for skip in (0, 1, 2)
-            ],
-        ),
-        (partial(triangle_of_size, "float32", None, 16), *TRIANGLE_SIZES),
-        (partial(triangle_of_size, "float32", "fp16", 16), *TRIANGLE_SIZES),
-        (partial(triangle_of_size, "bfloat16", None, 16), *TRIANGLE_SIZES),
-        (
-            partial(triangle_of_size, "bfloat16", None, 64),
-            [(1, 256, 0), (2, 192, 0)],
-            [(1, 264, 0), (2, 200, 1), (1, 272, 8)],
-        ),
-    ],
-    ids=[
-        *("planarity", "convolution", "attention", "rotations"),
-        *("triangle", "triangle-fp16", "triangle-bfloat16", "triangle-many"),
-    ],
-)
+@pytest.mark.parametrize(("run", "known", "others"), SIZES.values(), ids=SIZES)
 def test_other_sizes_and_alignments_compile_nothing_new(run, known, others, compilations):
     for size in known:
         run(*size)
