@@ -67,6 +67,8 @@ ARRAYS = [("numpy", name) for name in SERVE_ARRAYS]
 TENSORS = [("torch", name) for name in SERVE_TENSORS] if HAS_TORCH else []
 #: A backend with kernels and the formula, for promises that the bridge keeps.
 BRIDGED = [place for place in TENSORS if place[1] in ("cython", "torch")]
+#: The same, with Triton's kernels.
+SOME_TENSORS = [place for place in TENSORS if place[1] in ("cython", "torch", "triton")]
 SHOULD = "; it should be"
 every_example = pytest.mark.parametrize("example", EXAMPLES, ids=str)
 every_call = pytest.mark.parametrize("example", [*EXAMPLES, *UPDATES], ids=str)
@@ -175,7 +177,7 @@ def test_arrays_are_read_where_they_lie_when_interpreted(example, place, shift):
 
 
 @few
-@at(TENSORS)
+@at(SOME_TENSORS)
 def test_expanded_cotangents(example, place):
     """Cotangents are expanded, as `.sum().backward()` makes them."""
     p = small(example, place)
@@ -187,7 +189,7 @@ def test_expanded_cotangents(example, place):
 
 
 @few
-@at(TENSORS)
+@at(SOME_TENSORS)
 def test_a_tensor_whose_memory_is_the_negative_of_it(example, place):
     """It is of no known kind, though its sizes and strides are."""
     p = small(example, place)
@@ -284,7 +286,7 @@ def test_sixteen_bits_are_rounded_once(example, place, dtype):
 @few
 @pytest.mark.interpreted_slow(dtype="float16")
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-@at(TENSORS)
+@at(SOME_TENSORS)
 def test_autocast_leaves_dtypes_alone(example, place, dtype):
     """Values and gradients equal a call's outside of autocast."""
     kind = getattr(torch, dtype)
@@ -562,7 +564,7 @@ def test_transforms(example, place):
 
 
 @few
-@at([place for place in TENSORS if place in BRIDGED or place[1] == "triton"])
+@at(SOME_TENSORS)
 def test_forward_mode(example, place):
     """Tangents are what differences say, and what the pullback says: dy · J dx = Jᵀ dy · dx."""
     from torch.autograd import forward_ad
