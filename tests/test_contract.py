@@ -563,8 +563,7 @@ def test_transforms(example, place):
     check([out[0] for out in shared], tuple_of(function(*arrays)))
 
 
-@few
-@at(SOME_TENSORS)
+@at(BRIDGED)
 def test_forward_mode(example, place):
     """Tangents are what differences say, and what the pullback says: dy · J dx = Jᵀ dy · dx."""
     from torch.autograd import forward_ad

@@ -117,7 +117,7 @@ def test_shared_heads_equal_repeated_heads(quick):
 @pytest.mark.parametrize("gate", [-1e30, -np.inf])
 def test_a_gate_may_forget_all(place, gate, dtype):
     """It begins a sequence anew, and the gates beside it count."""
-    p = problem((2, 70, 2, 5, 9), dtype)
+    p = problem((1, 70, 1, 5, 9), dtype)
     g = p.arguments["g"].copy()
     g[:, [0, 13, 40]] = gate
     p = p.but(g=g, initial_state=np.zeros_like(p.arguments["initial_state"]))

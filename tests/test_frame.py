@@ -382,22 +382,6 @@ def test_shares_that_no_thread_begins_with_are_done_by_the_caller(monkeypatch):
         pool.shutdown()
 
 
-@pytest.mark.skipif(isa.why_not() is not None, reason="the extension is not built")
-def test_calls_at_once_share_the_threads():
-    code = """
-    from concurrent.futures import ThreadPoolExecutor
-    import cpukern.planarity.cython
-    cpukern.planarity.cython._GRAIN = 1
-    want = step("cython")
-    def same(_):
-        value, gradient = step("cython")
-        return value == want[0] and (gradient == want[1]).all()
-    with ThreadPoolExecutor(5) as pool:
-        assert all(pool.map(same, range(500)))
-    """
-    python(LARGE + textwrap.dedent(code))
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["cython", "numba"])
@@ -436,10 +420,10 @@ def test_calls_from_several_threads_at_once(backend, several_threads):
         value, pullback = fusedops.planarity_nll.vjp(xyz + shift, planes, backend=backend)
         return value, pullback(1.0)[0]
 
-    shifts = [0.0, 1.0, 2.0, 3.0] * 4
+    shifts = [0.0, 1.0, 2.0, 3.0] * 50
     fusedops.set_num_threads(3)
     try:
-        want = [step(shift) for shift in shifts]
+        want = [step(shift) for shift in shifts[:4]] * 50
         with ThreadPoolExecutor(8) as pool:
             got = list(pool.map(step, shifts))
     finally:
