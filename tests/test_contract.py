@@ -909,7 +909,7 @@ def test_tensors_as_out(example):
 @pytest.mark.interpreted_slow(dtype="float32")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @at(PLACES, [e for e in (*EXAMPLES, *UPDATES) if e.takes_out])
-def test_out_is_filled_and_returned(example, place, dtype):
+def test_out_is_filled_and_returned(example, place, dtype, aligned):
     p, again = (small(example, place, dtype) for _ in range(2))
     out = np.full(p.cotangents[0].shape, np.nan, dtype)
     filled = tensor(out) if place[0] == "torch" else unaligned(out)
