@@ -495,7 +495,9 @@ def test_the_pullback_returns_gradients_of_the_arrays_given(example, place):
         others = (*tuple_of(out), *p.cotangents, *given)
         assert not any(np.shares_memory(one, other) for one in gradients for other in others)
     for number, cotangent in enumerate(p.cotangents):
-        for wrong in (np.ones((2, *cotangent.shape)), np.ones(cotangent.size + 1)):
+        for wrong in (np.ones((2, *cotangent.shape)), np.ones(cotangent.size + 1), 1.0):
+            if np.shape(wrong) == cotangent.shape:
+                continue
             cotangents = [None] * number + [wrong] + [None] * (len(p.cotangents) - number - 1)
             with pytest.raises(ValueError, match=r"the cotangent has shape .*; it should be"):
                 pullback(*cotangents)
