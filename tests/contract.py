@@ -109,6 +109,18 @@ def total(p: Problem, backend: str | None = None, device: str = "cpu") -> Callab
     return weighted
 
 
+def derivatives(
+    p: Problem, backend: str | None, order: int, device: str = "cpu"
+) -> list[np.ndarray]:
+    """Return the gradient of a sum of squares, then of its part along a vector, and so on."""
+    leaves, rng = leaves_of(p, device), np.random.default_rng(2)
+    value, found = total(p, backend, device)(*leaves), []
+    for _ in range(order):
+        found.append(torch.autograd.grad(value, leaves, create_graph=True, materialize_grads=True))
+        value = sum((g * tensor(rng.normal(size=g.shape)).to(device)).sum() for g in found[-1])
+    return [gradient.detach().cpu().numpy() for gradients in found for gradient in gradients]
+
+
 def unaligned(array: np.ndarray) -> np.ndarray:
     """Return a copy of an array at an odd address."""
     view = np.empty(array.nbytes + 1, np.uint8)[1:].view(array.dtype).reshape(array.shape)

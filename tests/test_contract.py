@@ -25,6 +25,7 @@ from contract import (
     as_framework,
     capture,
     close,
+    derivatives,
     evaluate,
     function_of,
     leaves_of,
@@ -407,16 +408,6 @@ def test_batched_cotangents(example):
         compared(again)
 
 
-def derivatives(p, backend, order, device="cpu"):
-    """Return the gradient of a sum of squares, then of its part along a vector, and so on."""
-    leaves, rng = leaves_of(p, device), np.random.default_rng(2)
-    value, found = total(p, backend, device)(*leaves), []
-    for _ in range(order):
-        found.append(torch.autograd.grad(value, leaves, create_graph=True, materialize_grads=True))
-        value = sum((g * tensor(rng.normal(size=g.shape)).to(device)).sum() for g in found[-1])
-    return [gradient.detach().cpu().numpy() for gradients in found for gradient in gradients]
-
-
 @pytest.mark.interpreted_slow(
     example=("forth-packed", "degree", "scatter", "gather", "density-iso", "triangle-hidden")
 )
@@ -428,17 +419,6 @@ def test_derivatives_are_those_of_the_formula(example, place):
     for got, want in zip(*(derivatives(p, b, order) for b in (place[1], "torch")), strict=True):
         # Every order differentiates the roundings of the one before.
         close(p, got, want, times=64)
-
-
-@pytest.mark.gpu
-@every_example
-def test_second_derivatives_on_a_gpu(example):
-    """Of a known kind, too."""
-    p = example.problem("tiny")
-    want = derivatives(p, "torch", 2)
-    for _ in range(2):
-        for got, expected in zip(derivatives(p, None, 2, "cuda"), want, strict=True):
-            close(p, got, expected, times=64)
 
 
 def asked_for(count):

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import fusedops  # noqa: E402
-from contract import capture  # noqa: E402
+from contract import EXAMPLES, capture, close, derivatives  # noqa: E402
 from fusedops._frame import primitive as primitives  # noqa: E402
 from fusedops.delta.examples import attention  # noqa: E402
 from fusedops.planarity.op import nll  # noqa: E402
@@ -64,6 +64,16 @@ def test_triton_is_the_first_choice():
     explanation = fusedops.planarity_nll.explain(xyz, planes)
     assert explanation.backend == "triton", str(explanation)
     assert fusedops.info().gpus
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=str)
+def test_second_derivatives(example):
+    """The second pass is of a known kind."""
+    p = example.problem("tiny")
+    want = derivatives(p, "torch", 2)
+    for _ in range(2):
+        for got, expected in zip(derivatives(p, None, 2, "cuda"), want, strict=True):
+            close(p, got, expected, times=64)
 
 
 def test_six_hundred_thousand_planes_over_three_million_atoms():

@@ -24,7 +24,7 @@ FILES = "tests/test_gpu.py", "tests/test_matrix.py"
 #: Without peaks of memory, graphs, profiles, compilations and waiting, which the sanitizer changes,
 #: and without arrays of 2³¹ elements.
 TESTS = (
-    "(agrees_with_the_reference and triton) or gradcheck or many_rows "
+    "(agrees_with_the_reference and triton) or second_derivatives or many_rows "
     "or on_hopper or same_bits or deterministic or lead_nowhere"
 )
 #: The tests of a process. Under the sanitizer a process takes more of the GPU's memory with every
