@@ -21,13 +21,13 @@ from fusedops import _catalogue
 from fusedops._frame import registry
 from fusedops.testing import poisoned_outputs
 
-from . import calls, conv, crystal, density, planarity, trimul
+from . import calls, crystal, density, planarity, trimul
 from .arrays import DTYPES, NUMPY_DTYPES
 from .checks import ASPECTS, Trial
 from .ledger import Finding, Ledger, Place
 from .problem import Family
 
-OWN = [module.FAMILY for module in (conv, crystal, density, planarity, trimul)]
+OWN = [module.FAMILY for module in (crystal, density, planarity, trimul)]
 #: The families with a module here, and one of every other op of the catalogue.
 FAMILIES = {family.name: family for family in OWN}
 FAMILIES |= {
