@@ -238,6 +238,7 @@ def causal_conv1d_update(
         no_overlap(op, "x" if out is None else "out", written)
     slots = conv_state_indices
     if slots is not None:
+        need_tensor(op, "conv_state_indices", slots)
         need_integers(op, "conv_state_indices", slots, ("B", "M")[: 2 if slots.ndim == 2 else 1], x)
         slots = unpadded(slots[:, 0] if slots.ndim == 2 else slots, null_block_id)
     tokens = x.to(conv_state.dtype)
