@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
-
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -213,151 +208,87 @@ def test_gradients_of_numbered_sequences_below_autograd():
     torch.testing.assert_close(compiled(*given)[:2], (dx, dweight))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"dout": torch.ones(2, 8, 4)}, r"dout has shape \(2, 8, 4\); it should be \(2, 8, 5\)"),
-        ({"dx": torch.ones(2, 7, 5)}, r"dx has shape \(2, 7, 5\)"),
-        ({"dfinal_states": torch.ones(2, 8, 4)}, r"dfinal_states has shape \(2, 8, 4\)"),
+X, STATE, WEIGHT = torch.ones(2, 8, 5), torch.ones(2, 8, 3), torch.ones(8, 4)
+NUMBERS, MODULE = torch.zeros(2, 5, dtype=torch.int32), fla.ShortConvolution(8, 4)
+BACK = dict.fromkeys(["bias", "seq_idx", "initial_states", "dfinal_states", "dx"])
+BACK |= {"dout": X, "return_dinitial_states": False, "silu_activation": True}
+#: Functions with wrong arguments, and the errors; test_compat_errors.py replaces every tensor.
+BAD = [
+    (causal_conv1d.causal_conv1d_bwd_function, BACK | changes, ValueError, message)
+    for changes, message in (
         ({"return_dinitial_states": True}, "initial_states is None"),
-        ({"weight": torch.ones(7, 4)}, r"weight has shape \(7, 4\)"),
+        ({"seq_idx": NUMBERS, "dfinal_states": STATE}, "dfinal_states is given with seq_idx"),
+    )
+]
+BAD += [
+    (causal_conv1d.causal_conv1d_fn, changes, error, message)
+    for changes, error, message in (
+        ({"activation": "gelu"}, NotImplementedError, "activation is 'gelu'"),
+        ({"initial_states": NUMBERS[0, 0]}, TypeError, "initial_states has dtype int32; it"),
         (
-            {"seq_idx": torch.zeros(2, 5).int(), "dfinal_states": torch.ones(2, 8, 3)},
-            "dfinal_states is given with seq_idx",
+            {"initial_states": X[0, 0, 0]},
+            ValueError,
+            r"initial_states has shape \(\); .* \(2, 8, 3",
         ),
-    ],
-    ids=str,
-)
-def test_bad_arguments_below_autograd(changes, message):
-    names = ["bias", "seq_idx", "initial_states", "dfinal_states", "dx"]
-    given = dict.fromkeys(names) | {"return_dinitial_states": False, "silu_activation": True}
-    x = torch.ones(2, 8, 5)
-    given |= {"x": x, "weight": torch.ones(8, 4), "dout": x} | changes
-    with pytest.raises(ValueError, match=f"causal_conv1d_bwd_function: {message}"):
-        causal_conv1d.causal_conv1d_bwd_function(**given)
+        (
+            {"seq_idx": NUMBERS, "return_final_states": True},
+            *(ValueError, "return_final_states is given with seq_idx; only one of them should be"),
+        ),
+    )
+]
+BAD += [
+    (causal_conv1d.causal_conv1d_update, {"x": X[..., 0], "conv_state": STATE} | changes, *error)
+    for changes, *error in (
+        ({"activation": "gelu"}, NotImplementedError, "activation is 'gelu'"),
+        (
+            {"conv_state": STATE.bfloat16()},
+            TypeError,
+            "conv_state has dtype bfloat16; it should ho",
+        ),
+        (
+            {"conv_state": STATE[..., 1:]},
+            ValueError,
+            "conv_state has 2 inputs of a sequence; it sh",
+        ),
+        ({"conv_state": STATE[:1].expand(2, 8, 3)}, ValueError, "conv_state overlaps itself"),
+        ({"conv_state_indices": torch.tensor([0, 2])}, ValueError, "conv_state_indices has 2; it"),
+    )
+]
+BAD += [
+    (fla.causal_conv1d, {"cp_context": object()}, ValueError, "cp_context is given; it should be"),
+    *(
+        (
+            step,
+            {"x": X[..., :1].mT, "residual": None, "cache": cache},
+            TypeError,
+            "cache .* hold fl",
+        )
+        for cache in (torch.ones(2, 8, 4).bfloat16(),)
+        for step in (MODULE, MODULE.step, fla.causal_conv1d_update)
+    ),
+]
 
 
-def test_register_without_the_package(monkeypatch):
-    monkeypatch.delitem(sys.modules, "causal_conv1d", raising=False)
-    causal_conv1d.register()
-    try:
-        for module, names in causal_conv1d.FUNCTIONS.items():
-            found = importlib.import_module(module)
-            for each in names:
-                assert getattr(found, each).__wrapped__ is getattr(causal_conv1d, each)
-        assert "causal_conv1d.cpp_functions" in sys.modules
-    finally:
-        causal_conv1d.unregister()
-    assert not any(name.startswith("causal_conv1d") for name in sys.modules)
+@pytest.mark.parametrize(("function", "given", "error", "message"), BAD)
+def test_bad_arguments(function, given, error, message):
+    given = {"x": X} | given
+    if function not in (MODULE, MODULE.step):
+        given["weight"] = WEIGHT
+    with pytest.raises(error, match=message):
+        function(**given)
+    assert (STATE == 1).all()
 
 
-def test_register_gives_the_package_back(monkeypatch, program):
-    functions = {"causal_conv1d_fn": lambda: "theirs"}
-    theirs = program("causal_conv1d", **functions)
-    below = program("causal_conv1d.interface", **functions)
-    user = program("user", **functions)
-    causal_conv1d.register()
-    try:
-        assert user.causal_conv1d_fn.__wrapped__ is causal_conv1d.causal_conv1d_fn
-        assert sys.modules["causal_conv1d"] is not theirs
-        assert "causal_conv1d.interface" not in sys.modules
-    finally:
-        causal_conv1d.unregister()
-    assert user.causal_conv1d_fn is theirs.causal_conv1d_fn is functions["causal_conv1d_fn"]
-    assert sys.modules["causal_conv1d"] is theirs
-    assert sys.modules["causal_conv1d.interface"] is below
-
-
-def refusals(bad):
-    """Parametrize a test by an error, its message and the arguments that it names."""
-    every = [(kind, *each) for kind, some in bad.items() for each in some.items()]
-    ids = [message for _, message, _ in every]
-    return pytest.mark.parametrize(("kind", "message", "changes"), every, ids=ids)
-
-
-def numbers(*shape):
-    return torch.zeros(shape, dtype=torch.int32)
-
-
-@refusals(
-    {
-        NotImplementedError: {"activation is 'gelu'": {"activation": "gelu"}},
-        TypeError: {
-            "initial_states is a list; it should be a tensor": {"initial_states": [0.0]},
-            "initial_states has dtype int32; it should be": {"initial_states": numbers(2, 8, 3)},
-            "x is a ndarray; it should be a tensor": {"x": np.ones((2, 8, 5))},
-            "x is a list; it should be a tensor": {"x": [[[1.0]]]},
-            "weight is None; it should be a tensor": {"weight": None},
-            "weight has dtype int32; it should be float32": {"weight": numbers(8, 4)},
-            "seq_idx has dtype float32; it should be int32 or": {"seq_idx": torch.zeros(2, 5)},
-        },
-        ValueError: {
-            r"x has shape \(2, 8\); it should be \(B": {"x": torch.ones(2, 8)},
-            r"weight has shape \(7, 4\)": {"weight": torch.ones(7, 4)},
-            r"weight has shape \(2, 5, 8, 4\); .* \(8, W\)": {"weight": torch.ones(2, 5, 8, 4)},
-            "weight is on meta; it should be on cpu": {"weight": torch.ones(8, 4, device="meta")},
-            r"initial_states has shape \(2, 8, 4\)": {"initial_states": torch.ones(2, 8, 4)},
-            r"initial_states has shape \(\); .* \(2, 8, 3\)": {"initial_states": torch.tensor(0.0)},
-            r"bias has shape \(7,\)": {"bias": torch.ones(7)},
-            "seq_idx has shape": {"seq_idx": numbers(2, 4)},
-            "return_final_states is given with seq_idx; only one of them should be": {
-                "seq_idx": numbers(2, 5),
-                "return_final_states": True,
-            },
-        },
-    }
-)
-def test_bad_arguments(kind, message, changes):
-    given = {"x": torch.ones(2, 8, 5), "weight": torch.ones(8, 4)} | changes
-    with pytest.raises(kind, match=f"causal_conv1d_fn: {message}"):
-        causal_conv1d.causal_conv1d_fn(**given)
-
-
-@refusals(
-    {
-        NotImplementedError: {"activation is 'gelu'": {"activation": "gelu"}},
-        TypeError: {
-            "x is a ndarray": {"x": np.ones((2, 8))},
-            "conv_state has dtype bfloat16; it should hold float32": {
-                "conv_state": torch.ones(2, 8, 3).bfloat16()
-            },
-            "conv_state_indices has dtype float32": {"conv_state_indices": torch.zeros(2)},
-        },
-        ValueError: {
-            r"conv_state has shape \(2, 7, 3\); .* \(2, 8, L\)": {
-                "conv_state": torch.ones(2, 7, 3)
-            },
-            "conv_state has 2 inputs of a sequence; it should have at least 3": {
-                "conv_state": torch.ones(2, 8, 2)
-            },
-            "conv_state overlaps itself": {"conv_state": torch.ones(1, 8, 3).expand(2, 8, 3)},
-            "conv_state_indices has 2; it should be below 2": {
-                "conv_state_indices": torch.tensor([0, 2])
-            },
-            r"cache_seqlens has shape \(3,\); it should be \(2,\)": {"cache_seqlens": numbers(3)},
-        },
-    }
-)
-def test_bad_arguments_of_an_update(kind, message, changes):
-    given = {"x": torch.zeros(2, 8), "conv_state": torch.ones(2, 8, 3), "weight": torch.ones(8, 4)}
-    given |= changes
-    with pytest.raises(kind, match=f"causal_conv1d_update: {message}"):
-        causal_conv1d.causal_conv1d_update(**given)
-    assert (given["conv_state"] == 1).all()
-
-
-@refusals(
-    {
-        TypeError: {"cu_seqlens has dtype float32; it should be int32 or int64": [0.0, 4.0]},
-        ValueError: {
-            "cu_seqlens has 5; it should lie between 0 and 4": [0, 5],
-            "cu_seqlens has -1; it should lie between 0 and 4": [-1, 4],
-        },
-    }
-)
-def test_bad_boundaries_of_varlen_states(kind, message, changes):
-    with pytest.raises(kind, match=f"causal_conv1d_varlen_states: {message}"):
-        causal_conv1d.causal_conv1d_varlen_states(torch.ones(4, 1), torch.tensor(changes), 2)
+def test_bad_arguments_of_packed_sequences():
+    for starts, message in (([0, 5], "has 5; it should lie"), ([-1, 4], "has -1; it should lie")):
+        with pytest.raises(
+            ValueError, match=f"varlen_states: cu_seqlens {message} between 0 and 4"
+        ):
+            causal_conv1d.causal_conv1d_varlen_states(X[0, :4, :1], torch.tensor(starts), 2)
+    with pytest.raises(ValueError, match="mask is given; with"):
+        MODULE(X[:1].mT, mask=X[:1, 0], cu_seqlens=NUMBERS[0, :2])
+    with pytest.raises(ValueError, match="activation is 'gelu'"):
+        fla.ShortConvolution(8, 4, activation="gelu")
 
 
 @pytest.mark.parametrize("slots", [None, torch.tensor([2, -1])], ids=["batch", "paged"])
@@ -455,60 +386,6 @@ def test_a_mask_and_heads(convolution):
     )
     heads, _ = fla.causal_conv1d(x.view(2, 5, 2, 4), weight, bias, activation="swish")
     torch.testing.assert_close(heads.view(2, 5, 8), module(x)[0])
-
-
-def test_bad_arguments_of_fla():
-    x, weight, module = torch.ones(1, 5, 8), torch.ones(8, 4), fla.ShortConvolution(8, 4)
-    convolve, update = fla.causal_conv1d, fla.causal_conv1d_update
-    for kind, message, function, given in (
-        (ValueError, "mask is given; with", module, {"mask": x[..., 0], "cu_seqlens": numbers(2)}),
-        (TypeError, "cu_seqlens has dtype float32", module, {"cu_seqlens": torch.zeros(2)}),
-        (ValueError, r"cache has shape \(2, 8, 4\)", module, {"cache": torch.ones(2, 8, 4)}),
-        (ValueError, "cp_context is given; it should be", convolve, {"cp_context": object()}),
-        (TypeError, "weight is None", convolve, {"weight": None}),
-        (ValueError, r"weight has shape \(7, 4\)", convolve, {"weight": weight[:7]}),
-        (ValueError, r"x has shape \(5, 8\)", convolve, {"x": x[0]}),
-        (TypeError, "x is a ndarray", convolve, {"x": x.numpy()}),
-        (ValueError, r"x has shape \(3, 8\); it should be \(N, D\)", update, {"x": x[0, :3]}),
-        (TypeError, "weight is None", update, {"weight": None}),
-    ):
-        right = {"x": x}
-        if function is not module:
-            right["weight"] = weight
-        if function is update:
-            right |= {"x": x[0, :2], "cache": torch.ones(2, 8, 4)}
-        with pytest.raises(kind, match=f": {message}"):
-            function(**right | given)
-    with pytest.raises(ValueError, match="activation is 'gelu'"):
-        fla.ShortConvolution(8, 4, activation="gelu")
-
-
-@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
-@refusals(
-    {
-        TypeError: {
-            "residual is a ndarray": {"residual": np.ones((2, 1, 8))},
-            "cache has dtype bfloat16; it should hold float32, the dtype of x": {
-                "cache": torch.ones(2, 8, 4).bfloat16()
-            },
-        },
-        ValueError: {
-            r"residual has shape \(5, 1, 8\)": {"residual": torch.ones(5, 1, 8)},
-            "residual is on meta": {"residual": torch.ones(2, 1, 8, device="meta")},
-            r"cache has shape \(2, 8, 3\)": {"cache": torch.ones(2, 8, 3)},
-        },
-    }
-)
-def test_a_bad_step_leaves_the_cache(kind, message, changes, grad):
-    given = {"x": torch.zeros(2, 1, 8), "residual": None, "cache": torch.ones(2, 8, 4)} | changes
-    module = fla.ShortConvolution(8, 4).requires_grad_(grad)
-    for step in (module, module.step):
-        with pytest.raises(kind, match=f"ShortConvolution: {message}"):
-            step(**given)
-    weight = module.weight[:, 0].detach()
-    with pytest.raises(kind, match=f"causal_conv1d_update: {message}"):
-        fla.causal_conv1d_update(**given, weight=weight)
-    assert (given["cache"] == 1).all()
 
 
 @pytest.mark.parametrize("of", [torch.tensor, fusedops.Sequences, list], ids=lambda of: of.__name__)

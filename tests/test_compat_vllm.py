@@ -189,101 +189,73 @@ def test_sglang_takes_sequences_of_one_length_and_no_states():
 
 
 STARTS, SLOTS = torch.tensor([0, 2, 4]), torch.tensor([2, 1])
-FN = {
-    "conv_states is None": {"conv_states": None},
-    "conv_states has 2 inputs": {"conv_states": torch.ones(3, D, 2)},
-    "conv_states has shape": {"conv_states": torch.ones(3, D + 1, 3)},
-    "weight has shape": {"weight": torch.ones(D + 1, W)},
-    "bias has shape": {"bias": torch.ones(D + 1)},
-    "x has shape": {"x": torch.ones(D)},
-    "query_start_loc has dtype": {"query_start_loc": STARTS.float()},
-    "query_start_loc is .0, 2, 9.": {"query_start_loc": torch.tensor([0, 2, 9])},
-    "query_start_loc is .0, 3, 2.": {"query_start_loc": torch.tensor([0, 3, 2])},
-    "cache_indices has 7": {"cache_indices": torch.tensor([2, 7])},
-    "cache_indices has 1 twice": {"cache_indices": torch.tensor([1, 1])},
-    "cache_indices has shape": {"cache_indices": torch.tensor([1])},
-    "has_initial_state has dtype": {"has_initial_state": torch.tensor([1, 0])},
-    "has_initial_state has shape": {"has_initial_state": torch.tensor([True])},
-    "activation is 'gelu'": {"activation": "gelu"},
-    "pad_slot_id is a Tensor": {"pad_slot_id": SLOTS},
-    "validate_data is a Tensor": {"validate_data": SLOTS},
-}
-
-
-@pytest.mark.parametrize("program", [vllm, sglang])
-@pytest.mark.parametrize("message", FN)
-def test_bad_arguments_of_prefill(program, message):
-    states = torch.ones(3, D, W - 1)
-    right = {
-        "x": torch.ones(D, 4),
-        "weight": torch.ones(D, W),
-        "bias": None,
-        "conv_states": states,
-        "query_start_loc": STARTS,
-        "cache_indices": SLOTS,
-        "has_initial_state": torch.tensor([True, False]),
-    }
-    if program is sglang and "None" in message:
-        message, bad = "conv_states should then be given", {"conv_states": None}
-    else:
-        bad = FN[message]
-    with pytest.raises((TypeError, ValueError), match=f"causal_conv1d_fn: .*{message}"):
-        program.causal_conv1d_fn(**{**right, **bad})
-    assert torch.equal(states, torch.ones(3, D, W - 1))
-
-
-UPDATE = {
-    "x has shape": {"x": torch.ones(D)},
-    "weight has shape": {"weight": torch.ones(D + 1, W)},
-    "conv_state has 2": {"conv_state": torch.ones(3, D, 2)},
-    "conv_state is None": {"conv_state": None},
-    "conv_state_indices has 7": {"conv_state_indices": torch.tensor([2, 7])},
-    "conv_state_indices has 1 twice": {"conv_state_indices": torch.tensor([1, 1])},
-    "conv_state_indices has shape": {"conv_state_indices": torch.tensor([1])},
-    "activation is 'gelu'": {"activation": "gelu"},
-}
+ACTIVATION = {"activation": "gelu"}, "activation is 'gelu'"
+FN = [
+    ({"conv_states": None}, "conv_states is None|conv_states should then be given"),
+    ({"conv_states": torch.ones(3, D, 2)}, "conv_states has 2 inputs"),
+    ({"query_start_loc": torch.tensor([0, 2, 9])}, "query_start_loc is .0, 2, 9."),
+    ({"query_start_loc": torch.tensor([0, 3, 2])}, "query_start_loc is .0, 3, 2."),
+    ({"cache_indices": torch.tensor([2, 7])}, "cache_indices has 7"),
+    ({"cache_indices": torch.tensor([1, 1])}, "cache_indices has 1 twice"),
+    ({"pad_slot_id": SLOTS}, "pad_slot_id is a Tensor"),
+    ({"validate_data": SLOTS}, "validate_data is a Tensor"),
+    ACTIVATION,
+]
+UPDATE = [
+    ({"conv_state": torch.ones(3, D, 2)}, "conv_state has 2"),
+    ({"conv_state_indices": torch.tensor([2, 7])}, "conv_state_indices has 7"),
+    ({"conv_state_indices": torch.tensor([1, 1])}, "conv_state_indices has 1 twice"),
+    ACTIVATION,
+]
 ONLY = {
-    vllm: {
-        "num_accepted_tokens is .3, 1.": {"num_accepted_tokens": torch.tensor([3, 1])},
-        "num_accepted_tokens is .0, 1.": {"num_accepted_tokens": torch.tensor([0, 1])},
-        "query_start_loc is a list": {"query_start_loc": [0, 1, 2]},
-        "null_block_id is a Tensor": {"null_block_id": SLOTS},
-        "out has shape": {"out": torch.ones(2)},
-        "out has dtype": {"out": torch.ones(2, D).double()},
-        "x overlaps itself": {"x": torch.ones(1, D).expand(2, D)},
-    },
-    sglang: {
-        "num_accept_tokens is a int": {"num_accept_tokens": -1},
-        "retrieve_next_token is given": {"retrieve_next_token": SLOTS},
-        "retrieve_parent_token is given": {"retrieve_parent_token": SLOTS},
-        "intermediate_state_indices is None": {
-            "intermediate_conv_window": torch.ones(2, 1, D, W - 1)
-        },
-        "intermediate_state_indices is given": {"intermediate_state_indices": SLOTS},
-        "intermediate_conv_window has shape": {"intermediate_conv_window": torch.ones(2, 1, D, W)},
-        "num_accept_tokens is given with cache_seqlens": {
-            "cache_seqlens": SLOTS,
-            "num_accept_tokens": SLOTS,
-        },
-    },
+    vllm: [
+        ({"num_accepted_tokens": torch.tensor([3, 1])}, "num_accepted_tokens is .3, 1."),
+        ({"num_accepted_tokens": torch.tensor([0, 1])}, "num_accepted_tokens is .0, 1."),
+        ({"null_block_id": SLOTS}, "null_block_id is a Tensor"),
+        ({"out": torch.ones(2, D).double()}, "out has dtype"),
+        ({"x": torch.ones(1, D).expand(2, D)}, "x overlaps itself"),
+    ],
+    sglang: [
+        ({"num_accept_tokens": -1}, "num_accept_tokens is a int"),
+        ({"retrieve_next_token": SLOTS}, "retrieve_next_token is given"),
+        ({"retrieve_parent_token": SLOTS}, "retrieve_parent_token is given"),
+        (
+            {"intermediate_conv_window": torch.ones(2, 1, D, 3)},
+            "intermediate_state_indices is None",
+        ),
+        ({"intermediate_state_indices": SLOTS}, "intermediate_state_indices is given"),
+        (
+            {"cache_seqlens": SLOTS, "num_accept_tokens": SLOTS},
+            "num_accept_tokens is given with cache_seqlens",
+        ),
+    ],
 }
+PREFILL = {"x": torch.ones(D, 4), "bias": None, "query_start_loc": STARTS, "cache_indices": SLOTS}
+DECODING = {"x": torch.ones(2, D), "conv_state_indices": SLOTS}
 
 
 @pytest.mark.parametrize(
-    ("program", "message"),
-    [(program, each) for program in ONLY for each in (*UPDATE, *ONLY[program])],
+    ("function", "changes", "message"),
+    [
+        (
+            getattr(program, name),
+            PREFILL | changes if name.endswith("fn") else DECODING | changes,
+            m,
+        )
+        for program in (vllm, sglang)
+        for name, bad in (
+            ("causal_conv1d_fn", FN),
+            ("causal_conv1d_update", UPDATE + ONLY[program]),
+        )
+        for changes, m in bad
+    ],
 )
-def test_bad_arguments_of_decoding(program, message):
-    states = torch.ones(3, D, W)
-    right = {
-        "x": torch.ones(2, D),
-        "conv_state": states,
-        "weight": torch.ones(D, W),
-        "conv_state_indices": SLOTS,
-    }
-    bad = {**UPDATE, **ONLY[program]}[message]
+def test_bad_arguments(function, changes, message):
+    """test_compat_errors.py replaces every tensor."""
+    states, name = torch.ones(3, D, W), "conv_state" + "s" * function.__name__.endswith("fn")
+    before = changes["x"].clone()
     errors = (TypeError, ValueError, NotImplementedError)
-    with pytest.raises(errors, match=f"causal_conv1d_update: .*{message}"):
-        program.causal_conv1d_update(**{**right, **bad})
-    assert torch.equal(states, torch.ones(3, D, W))
-    assert torch.equal(right["x"], torch.ones(2, D))
+    with pytest.raises(errors, match=f"{function.__name__}: .*({message})"):
+        function(**{name: states, "weight": torch.ones(D, W)} | changes)
+    assert (states == 1).all()
+    assert torch.equal(changes["x"], before)
