@@ -201,21 +201,14 @@ def test_a_jet_block_of_jet_nemotron_needs_its_packages(monkeypatch, tmp_path):
 
 
 NORM = """
-import torch
-
-
-class FusedRMSNormGated(torch.nn.RMSNorm):
-    def __init__(self, size, eps):
-        super().__init__(size, eps=eps)
-
-    def forward(self, o, gate):
-        return super().forward(o) * torch.nn.functional.silu(gate)
+class FusedRMSNormGated:
+    def __init__(self, size):
+        pass
 """
 BLOCK = """
 import dataclasses
 
-import torch
-from torch.nn import Linear, functional as F
+import fusedops.nn
 
 from .norm import FusedRMSNormGated
 
@@ -228,62 +221,20 @@ class JetBlockConfig:
     dconv_implementation: str
 
 
-class Convolution(torch.nn.Module):
-    def __init__(self, C, D):
-        super().__init__()
-        w1, w2 = Linear(C, D // 8, bias=False), Linear(D // 8, 4 * D)
-        self.kernel_generator = torch.nn.ModuleDict({"w1": w1, "w2": w2})
-
-    def forward(self, x, generator_input, cache, output_final_state):
-        g = self.kernel_generator
-        kernels = g.w2(F.silu(g.w1(generator_input))).unflatten(-1, (-1, 4))
-        before = torch.zeros_like(x[:, :3]) if cache is None else cache[..., 1:].mT
-        inputs = torch.cat([before, x], 1)
-        y = sum(inputs[:, w : w + x.shape[1]] * kernels[..., w] for w in range(4))
-        return F.silu(y), inputs[:, -4:].mT
-
-
-class JetBlock(torch.nn.Module):
+class JetBlock(fusedops.nn.JetBlock):
     def __init__(self, hidden_size, initializer_range, layer_idx, jet_block_config):
-        super().__init__()
         c = jet_block_config
-        keys, values = c.num_heads * c.head_dim, int(c.num_heads * c.head_dim * c.expand_v)
-        sizes = {"q": keys, "k": keys, "v": values, "b": c.num_heads, "a": c.num_heads, "g": values}
-        for name, n in sizes.items():
-            setattr(self, name + "_proj", Linear(hidden_size, n, bias=False))
-        self.heads, self.size = c.num_heads, c.head_dim
-        self.A_log = torch.nn.Parameter(torch.zeros(c.num_heads))
-        self.dt_bias = torch.nn.Parameter(torch.zeros(c.num_heads))
-        self.dynamic_conv1d = Convolution(hidden_size, values)
-        self.o_norm = FusedRMSNormGated(values // c.num_heads, eps=1e-5, autotune_interval=7)
-        self.o_proj = Linear(values, hidden_size, bias=False)
+        super().__init__(hidden_size, c.num_heads, c.head_dim, c.expand_v)
+        FusedRMSNormGated(c.head_dim, autotune_interval=7)
 
     def forward(self, x, past_key_value, use_cache):
-        last = past_key_value[0] if use_cache else {"conv_state": None, "recurrent_state": None}
-        v, conv_state = self.dynamic_conv1d(
-            self.v_proj(x),
-            generator_input=x,
-            cache=last["conv_state"],
-            output_final_state=use_cache,
-        )
-        q, k = (F.silu(p(x)).unflatten(-1, (self.heads, -1)) for p in (self.q_proj, self.k_proj))
-        q, k = (u / (u.square().sum(-1, keepdim=True) + 1e-6) ** 0.5 for u in (q, k))
-        q = q / 96**0.5
-        v, beta = v.unflatten(-1, (self.heads, -1)), self.b_proj(x).sigmoid()
-        rate = (-self.A_log.exp() * F.softplus(self.a_proj(x) + self.dt_bias)).exp()
-        S, outs = last["recurrent_state"], []
-        S = torch.zeros(len(x), self.heads, 96, 256, dtype=x.dtype) if S is None else S
-        for t in range(x.shape[1]):
-            S = rate[:, t, :, None, None] * S
-            missing = v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], S)
-            S = S + torch.einsum("bh,bhk,bhv->bhkv", beta[:, t], k[:, t], missing)
-            outs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], S))
-        out, states = torch.stack(outs, 1).flatten(-2), S.detach()
+        names = "conv_state", "recurrent_state"
+        # A copy, since ours updates a cache in place.
+        given = tuple(past_key_value[0][name].clone() for name in names) if use_cache else None
+        y, cache = super().forward(x, cache=given, output_final_state=use_cache)
         if use_cache:
-            past_key_value.update(recurrent_state=states, conv_state=conv_state, layer_idx=0)
-        heads = (self.heads, -1)
-        out = self.o_norm(out.unflatten(-1, heads), self.g_proj(x).unflatten(-1, heads))
-        return self.o_proj(out.flatten(-2)), past_key_value
+            past_key_value.update(layer_idx=0, **dict(zip(names, cache)))
+        return y, past_key_value
 """
 CACHE = """
 class JetNemotronCache:
