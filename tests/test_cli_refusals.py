@@ -478,7 +478,6 @@ class TestStdout:
         ("command", "unbuffered"),
         [
             ("info", "1"),
-            ("planarity x.pdb", ""),
             ("planarity x.pdb --csv", "1"),
             ("density x.pdb --spacing 2 --out x.map --json", ""),
             ("--help", "1"),
@@ -505,9 +504,7 @@ class TestStdout:
         ("command", "unbuffered"),
         [
             ("info", "1"),
-            ("planarity x.pdb", ""),
             ("planarity x.pdb --csv 2> /dev/null", ""),
-            ("--help", "1"),
         ],
     )
     def test_a_reader_that_has_seen_enough(self, command, unbuffered):

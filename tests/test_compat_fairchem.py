@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 import sys
 import types
@@ -26,7 +25,6 @@ with warnings.catch_warnings():
     from fairchem.core.models.uma.nn import execution_backends
     from fairchem.core.units.mlip_unit.api.inference import InferenceSettings
 
-import fusedops  # noqa: E402
 import fusedops.compat.fairchem as uma  # noqa: E402
 from fusedops.nn import SO2Convolution  # noqa: E402
 
@@ -141,17 +139,6 @@ def test_networks_of_radial_functions_have_our_products(expected, registered, mo
     assert len(served) == (9 if mode == "general" else 8)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_model_sorts_its_graph_once(registered, monkeypatch, mode):
-    """Once as a graph, and once by targets, in two layers and an embedding."""
-    ours, data, sorts, sort = model(mode), crystal(torch.float64), [], fusedops.Edges._sorted
-    monkeypatch.setattr(
-        fusedops.Edges, "_sorted", lambda self, *args: (sorts.append(1), sort(self, *args))
-    )
-    evaluated(ours, data)
-    assert len(sorts) == 2
-
-
 def test_a_precision_reaches_every_convolution():
     uma.register(precision="tf32")
     try:
@@ -182,13 +169,6 @@ def test_messages_multiplied_as_they_are_written(expected, registered, monkeypat
     found = evaluated(ours, crystal(torch.float64))
     assert len(given) == 2 * ours[0].backend.supports_fused_edgewise
     assert_close(found, expected[degree, torch.float64], 1e-10)
-
-
-def test_calls_of_the_models_are_counted(registered):
-    evaluated(model("umas_fast_pytorch"), crystal(torch.float64))
-    calls = {swap.name: swap.calls for swap in fusedops.compat.swaps()}
-    # Two layers with a rotation each way, and the degree embedding.
-    assert calls == {mode: 5 * (mode == "umas_fast_pytorch") for mode in MODES}
 
 
 def test_nitro_is_named_when_it_runs(registered, monkeypatch, caplog):
@@ -278,14 +258,6 @@ def test_atoms_without_neighbors(mode):
     uma.unregister()
     assert_close([found], [energy], 1e-10)
     assert not forces.any()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_models_are_copied_and_pickled(expected, registered, mode):
-    ours = model(mode)
-    for again in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-        found = evaluated(again, crystal(torch.float64))
-        assert_close(found, expected[(2, 2), torch.float64], 1e-10)
 
 
 def test_a_step_of_the_bench_agrees_with_fairchem(monkeypatch):

@@ -35,8 +35,7 @@ from fusedops import Lattice, gaussian_density
 from fusedops.density import atom_radius, bad_atoms
 from fusedops.density.op import COMPONENTS, SLACK, clamped, density
 from fusedops.density.plan import MOST_VOXELS
-from fusedops.maps import scattering_atoms
-from fusedops.samples import atoms_in, ubiquitin
+from fusedops.samples import atoms_in
 from fusedops.testing import error
 from places import (
     EXACT,
@@ -119,18 +118,6 @@ def test_atoms_are_sorted_along_x_when_interpreted(count):
     assert sorted(order.tolist()) == list(range(count))
     along = (np.linalg.solve(p.cell, xyz.T)[0] % 1)[order.numpy()]
     assert np.diff(along[np.isfinite(along)]).min(initial=0) > -1 / 1000
-
-
-@needs_triton
-def test_many_atoms_are_sorted_without_a_gradient_too(monkeypatch):
-    from gpukern.density import triton as kernels
-
-    sorts, write = [], kernels._write_order
-    monkeypatch.setattr(kernels, "_write_order", lambda *a: sorts.append(a) or write(*a))
-    monkeypatch.setattr(kernels, "ORDERED", 5)
-    p = problem("triclinic", 7)
-    close(evaluate(available("torch", "triton"), p), summed(p))
-    assert len(sorts) == 1
 
 
 # Ends of spheres.
@@ -238,14 +225,6 @@ def test_a_large_box_is_taken_in_parts(monkeypatch, framework, anisotropic):
     want = solve(place, p)
     monkeypatch.setattr("fusedops.density.op._CHUNK", 1000)
     all_close(solve(place, p), want)
-
-
-def test_no_atoms(place, anisotropic):
-    p = problem(anisotropic=anisotropic, count=0)
-    for radius in ({}, {"radius": None}):
-        out, *gradients = solve(place, p, NAMES, **radius)
-        same(out, np.zeros(p.shape))
-        assert [g.shape for g in gradients] == [a.shape for a in p.atoms]
 
 
 def test_atoms_far_away_hurt_nobody(quick):
@@ -531,20 +510,6 @@ def test_clamping_revives_no_part_of_a_broken_atom(anisotropic, argument, value)
 # Transforms and compiled code.
 
 
-@needs_torch
-def test_a_map_for_each_of_many_models(anisotropic):
-    """torch.vmap can't check atoms, so a call must ask to leave bad ones out."""
-    p = problem(anisotropic=anisotropic)
-    arrays = [tensor(array) for array in p[:3]]
-    moved = torch.stack([arrays[0], arrays[0] + 0.3])
-    with pytest.raises(TypeError, match="on_bad is 'raise', which has to look at the atoms; insi"):
-        torch.vmap(function_of(p), (0, None, None))(moved, *arrays[1:])
-    function = function_of(p, on_bad="skip")
-    maps = torch.vmap(function, (0, None, None))(moved, *arrays[1:])
-    for got, xyz in zip(maps, moved, strict=True):
-        assert torch.equal(got, function(xyz, *arrays[1:]))
-
-
 @pytest.fixture
 def compiled():
     """Return a function's compiled form, and a counter of its graphs."""
@@ -554,6 +519,18 @@ def compiled():
     counter = CompileCounterWithBackend("aot_eager")
     options = {"fullgraph": True, "backend": counter, "dynamic": True}
     return functools.partial(torch.compile, **options), counter
+
+
+@needs_torch
+def test_atoms_that_nobody_can_look_at(compiled):
+    """A call under torch.vmap, or in compiled code, must ask to leave bad ones out."""
+    p = problem()
+    arrays, function = [tensor(array) for array in p[:3]], function_of(p, on_bad="raise")
+    with pytest.raises(TypeError, match="on_bad is 'raise', which has to look at the atoms; insi"):
+        torch.vmap(function, (0, None, None))(arrays[0][None], *arrays[1:])
+    # Dynamo wraps the TypeError in one of its own.
+    with pytest.raises((TypeError, RuntimeError), match="it should be 'skip'"):
+        compiled[0](function)(*arrays)
 
 
 @needs_torch
@@ -568,15 +545,6 @@ def test_compiled_code_clamps_and_leaves_other_bad_atoms_out(compiled, anisotrop
     p.amplitudes[1, 2] = math.nan
     want = evaluate(ANYWHERE, p.of([0, 2, 3, 4]), on_bad="clamp")
     close(fast(*leaves).detach().numpy(), want)
-
-
-@needs_torch
-def test_compiled_code_cannot_look_at_atoms(compiled):
-    p = problem()
-    fast = compiled[0](function_of(p, on_bad="raise"))
-    # Dynamo wraps the TypeError in one of its own.
-    with pytest.raises((TypeError, RuntimeError), match="it should be 'skip'"):
-        fast(*map(tensor, p[:3]))
 
 
 # Lattices.
@@ -697,7 +665,6 @@ def test_a_radius_by_the_rule_has_a_positive_n_sigma():
 NO_GAUSSIANS = {"amplitudes": np.ones((4, 0)), "widths": np.ones((4, 0))}
 OTHER = Lattice(np.eye(3), (4, 5, 6))
 BAD = {
-    "b of five": ({"b": np.ones((4, 5))}, r"b has shape \(4, 5\); it should be \(4, 6"),
     "no Gaussians": (NO_GAUSSIANS, r"amplitudes has shape \(4, 0\); it should be \(4, G\), G > 0"),
     "no grid_shape": ({"grid_shape": None}, "grid_shape is None; it should be given, unless"),
     "another grid_shape": (
@@ -747,42 +714,6 @@ def test_the_map_has_the_dtype_to_which_its_arrays_promote(framework, dtypes):
 
 
 # Precision.
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_maps_are_those_of_gemmi(exact, anisotropic, dtype):
-    """Compare ubiquitin's maps, without symmetry, where each atom has gemmi's radius.
-
-    gemmi computes in float32, with an exponential that is good to 8e-6 of each Gaussian. It agrees
-    to 1e-5 as a whole, and to 3e-5 of the largest value at the nitrogens, whose Gaussians of 18
-    electrons and constant of -11.5 are each that much off. What it cuts off is a hundredth of that,
-    so that it doesn't matter on which side of a radius a voxel falls.
-    """
-    gemmi = pytest.importorskip("gemmi")
-    structure = ubiquitin()
-    structure.gemmi.spacegroup_hm = "P 1"
-    atoms = [cra.atom for cra in structure.gemmi[0].all()]
-    factor = 0.15 * np.random.default_rng(0).normal(size=(len(atoms), 3, 3))
-    U = components_of(factor @ factor.transpose(0, 2, 1) + 0.1 * np.eye(3)).round(4)
-    for atom, six in zip(atoms, U.tolist(), strict=True):
-        # An atom without B would make its form factor's constant a point.
-        atom.b_iso = atom.b_iso or 5.0
-        if anisotropic:
-            atom.aniso = gemmi.SMat33f(*six)
-    calculator = gemmi.DensityCalculatorX()
-    calculator.d_min, calculator.rate, calculator.cutoff = 2.2, 1.5, 1e-7
-    calculator.set_grid_cell_and_spacegroup(structure.gemmi)
-    calculator.put_model_density_on_grid(structure.gemmi[0])
-    want = np.array(calculator.grid, copy=False)
-    found, radius = scattering_atoms(structure), map(calculator.estimate_radius, atoms)
-    arrays = found.xyz, found.b, found.occupancy, found.amplitudes, found.widths, [*radius]
-    cell = np.array(structure.gemmi.cell.orth.mat.tolist())
-    p = Problem(*map(np.array, arrays), cell, want.shape, np.zeros(0)).astype(dtype)
-    got = evaluate(("numpy", exact), p)
-    assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
-    assert error(got, want) < 3e-5
-    # A missing atom would fail the test.
-    assert error(got - evaluate(("numpy", exact), p.of([0])), want) > 1e-2
 
 
 def test_sheared_cells_cost_no_digits(quick, anisotropic):

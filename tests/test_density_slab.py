@@ -65,12 +65,6 @@ def test_slabs_of_widened_gaussians(quick, anisotropic):
     check(quick, "triclinic", p, on_bad="clamp")
 
 
-@needs_triton
-@pytest.mark.parametrize("name", ["orthogonal", "skewed and smaller"])
-def test_slabs_when_interpreted(name, anisotropic):
-    check(available("torch", "triton"), name, problem(name, 2, anisotropic=anisotropic))
-
-
 @pytest.mark.parametrize("planes", [9, 17, 33, 65])
 def test_a_slab_leaves_memory_after_it_alone(quick, planes):
     """However many planes a thread takes at a time, the last may have fewer."""
