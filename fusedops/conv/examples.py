@@ -193,15 +193,21 @@ def examples() -> list[Example]:
     ]
 
 
-def step(rng: Any, B: int, D: int, W: int) -> dict[str, Any]:
-    """A token of every sequence, whose states are every second one of a cache, at random."""
+def step(rng: Any, B: int, D: int, W: int, *, tokens: int | None = None) -> dict[str, Any]:
+    """Tokens of sequences, whose states are every second one of a cache, at random.
+
+    Of several tokens, kernels are static, and states circular.
+    """
+    shape = (B, D) if tokens is None else (B, tokens, D)
+    some = {} if tokens is None else {"positions": rng.integers(0, 3 * W, B)}
     return {
-        "x": rng.normal(size=(B, D)),
-        "state": rng.normal(size=(2 * B, D, W)),
-        "kernels": rng.normal(size=(B, D, W)),
+        "x": rng.normal(size=shape),
+        "state": rng.normal(size=(2 * B, D, W + (tokens or 0))),
+        "kernels": rng.normal(size=(B, D, W) if tokens is None else (D, W)),
         "bias": rng.normal(size=D),
-        "residual": rng.normal(size=(B, D)),
+        "residual": rng.normal(size=shape),
         "slots": rng.permutation(2 * B)[:B],
+        **some,
         "activation": "silu",
     }
 
@@ -209,15 +215,16 @@ def step(rng: Any, B: int, D: int, W: int) -> dict[str, Any]:
 def updates() -> list[Example]:
     return [
         example(
-            "conv-step",
+            name,
             fusedops.dynamic_conv_step,
-            step,
+            functools.partial(step, tokens=tokens),
             tiny=(1, 2, 2),
             small=(2, 3, 4),
             medium=(5, 70, 3),
             large=(64, 400, 4),
             others=((3, 3, 4), (9, 3, 4), (12, 3, 4)),
         )
+        for name, tokens in (("conv-step", None), ("conv-step-tokens", 3))
     ]
 
 
