@@ -29,7 +29,7 @@ def main() -> int:
     started = time.monotonic()
     if asked.repeat:
         ledger, description = Ledger(), json.loads(asked.repeat)
-        where = places(FAMILIES[description["op"]], asked.backend, asked.device)
+        where = places(asked.backend, asked.device)
         with poisoned_outputs():
             resolve([examine(description, where, ledger)], ledger)
         seconds = time.monotonic() - started

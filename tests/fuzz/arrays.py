@@ -48,15 +48,6 @@ def common() -> dict[str, Any]:
     }
 
 
-def values(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> np.ndarray:
-    """Return random numbers: `kind` is a field of descriptions."""
-    if kind == "zero":
-        return np.where(rng.random(shape) < 0.3, rng.normal(size=shape), 0.0)
-    if kind == "whole":
-        return rng.integers(-3, 4, shape).astype(np.float64)
-    return rng.normal(size=shape) * {"small": 2.0**-20, "big": 2.0**20}.get(kind, 1.0)
-
-
 def repeated(array: np.ndarray) -> np.ndarray:
     """Return an array whose rows are all the first one."""
     return np.repeat(array[:1], len(array), 0) if array.ndim else array

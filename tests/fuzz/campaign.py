@@ -21,13 +21,13 @@ from fusedops import _catalogue
 from fusedops._frame import registry
 from fusedops.testing import poisoned_outputs
 
-from . import calls, crystal, density, planarity, trimul
+from . import calls, density, planarity, trimul
 from .arrays import DTYPES, NUMPY_DTYPES
 from .checks import ASPECTS, Trial
 from .ledger import Finding, Ledger, Place
 from .problem import Family
 
-OWN = [module.FAMILY for module in (crystal, density, planarity, trimul)]
+OWN = [module.FAMILY for module in (density, planarity, trimul)]
 #: The families with a module here, and one of every other op of the catalogue.
 FAMILIES = {family.name: family for family in OWN}
 FAMILIES |= {
@@ -54,18 +54,16 @@ class Enough(KeyboardInterrupt):
     """The end of a batch; an interrupt, because hypothesis lets these through."""
 
 
-def places(family: Family, backends: Sequence[str] = (), device: str = "cpu") -> list[Place]:
-    """Return where an op's calls run; in Triton's interpreter only when asked."""
+def places(backends: Sequence[str] = (), device: str = "cpu") -> list[Place]:
+    """Return where calls run; in Triton's interpreter only when asked."""
     if device != "cpu":
         kinds = [("torch", name) for name in ("triton", "torch")]
         kinds = [k for k in kinds if k[1] in (backends or ("triton",))]
-        if "triton" not in family.backends:
-            kinds = [("torch", "torch")]
     else:
         names = backends or tuple(b.name for b in registry.BACKENDS if b.name != "triton")
         kinds = [("numpy", n) for n in names if n not in ("torch", "triton")]
         kinds += [("torch", n) for n in names if n != "numpy"]
-    return [Place(*kind, device) for kind in kinds if kind[1] in family.backends and _works(*kind)]
+    return [Place(*kind, device) for kind in kinds if _works(*kind)]
 
 
 def _works(framework: str, backend: str) -> bool:
@@ -239,7 +237,7 @@ def work(
         # Workers begin with different families, lest all compile the same kernels at once.
         name = names[(step + number) % len(names)]
         step += 1
-        where = places(FAMILIES[name], backends, device)
+        where = places(backends, device)
         if where:
             ledger = Ledger()
             own = (seed * 1_000_003 + number * 10_007 + step) % 2**32

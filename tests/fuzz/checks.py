@@ -211,7 +211,7 @@ class Trial:
         self, problem: Problem, description: dict[str, Any], ledger: Ledger, places: list[Place]
     ) -> None:
         self.problem, self.description, self.ledger = problem, description, ledger
-        self.op = getattr(problem.op, "__name__", description["op"])
+        self.op = problem.op.__name__
         self.rng = np.random.default_rng(description["seed"])
         self.dtypes = self._dtypes()
         numpys = set(self.dtypes.values()) <= set(NUMPY_DTYPES)
@@ -352,14 +352,12 @@ class Trial:
         with threaded(self.description["threads"]):
             for place in self.places:
                 if self.problem.own is not None:
-                    self.given = self.arrays(place) if self.problem.arrays else {}
-                    self.rounded = self.truth(place).rounded if self.problem.arrays else {}
+                    self.given, self.rounded = self.arrays(place), self.truth(place).rounded
                     self.problem.own(self, place)
-                if self.problem.op is not None:
-                    self.values(place)
-                    if aspect != "values":
-                        getattr(self, aspect)(place)
-        if self.problem.op is not None and self.places:
+                self.values(place)
+                if aspect != "values":
+                    getattr(self, aspect)(place)
+        if self.places:
             self.reference()
 
     # Checks of every example.

@@ -106,9 +106,7 @@ def leaks(names: list[str], backends: list[str], calls: int, say: Callable[[str]
     limit, kinds.Plans.limit = kinds.Plans.limit, 8
     for name in names:
         family = campaign.FAMILIES[name]
-        if not family.growing:
-            continue
-        for place in campaign.places(family, backends):
+        for place in campaign.places(backends):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 growth = grown(family, place, calls, ledger)

@@ -97,20 +97,17 @@ class Family:
         some sizes anew, to a dict of strategies by field, whose values JSON can hold.
     build : callable
         From a description to a Problem.
-    growing : (str, int), optional
+    growing : (str, int)
         The field that is a size, and how far it grows in leak loops.
     steady : dict
         Other fields in these loops, where the simplest description is too simple.
     sized : callable, optional
         From a size to the value of the field.
-    backends : tuple of str
-        The backends that can serve.
     """
 
     name: str
     strategy: Callable[[bool], dict[str, Any]]
     build: Callable[[dict[str, Any]], Problem]
-    growing: tuple[str, int] | None = None
+    growing: tuple[str, int]
     steady: dict[str, Any] = field(default_factory=dict)
     sized: Callable[[int], Any] | None = None
-    backends: tuple[str, ...] = ("cython", "numba", "triton", "torch", "numpy")
