@@ -116,15 +116,6 @@ class TestTheMapIsRight:
 
 
 class TestAtoms:
-    def test_isotropic(self, load):
-        atoms = maps.scattering_atoms(load(pdb()))
-        np.testing.assert_array_equal(atoms.b, [20, 35, 25, 30])
-        np.testing.assert_array_equal(atoms.occupancy, [1, 0.4, 0.6, 0.5])
-        np.testing.assert_allclose(atoms.amplitudes.sum(1), [6, 1, 1, 30], rtol=1e-3)
-        assert (atoms.widths[:, -1] == 0).all()
-        assert atoms.least_b == 20
-        np.testing.assert_array_equal(atoms.blurred(7).b, [27, 42, 32, 37])
-
     def test_anisotropic_and_isotropic_ones_are_all_given_as_U(self, load):
         atoms = maps.scattering_atoms(load(pdb(aniso=ANISO)))
         np.testing.assert_allclose(atoms.b[0], [0.25, 0.35, 0.15, 0.04, -0.03, 0.07])
@@ -140,13 +131,6 @@ class TestAtoms:
         structure = load("".join(f"{x[:6]}{k:5d}{x[11:]}" for k, x in enumerate(turned)))
         assert maps.scattering_atoms(structure).b.tolist() == [20, 30, 35, 25]
         np.testing.assert_array_equal(structure.xyz[1], [8.1, 9.0, 4.5])
-
-    def test_electron_form_factors(self, load):
-        structure = load(pdb())
-        atoms = maps.scattering_atoms(structure, electron=True)
-        carbon = gemmi.Element("C").c4322
-        np.testing.assert_array_equal(atoms.amplitudes[0], carbon.a)
-        np.testing.assert_array_equal(atoms.widths[0], carbon.b)
 
     def test_charges_are_counted_and_left_out(self, load):
         atoms = maps.scattering_atoms(load(pdb(zinc="ZN2+")))
