@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import fusedops
 from contract import same, tensor
@@ -124,19 +122,6 @@ def check(place, p, where=None):
         same(got, want)
     # Each op is the other's adjoint.
     assert np.vdot(results[0], p.grid) == np.vdot(p.cube, results[2])
-
-
-@settings(max_examples=80, deadline=None)
-@given(
-    make=st.sampled_from([problem, runs]),
-    shape=st.tuples(*(st.integers(0, n) for n in (4, 4, 5, 19))),
-    size=st.integers(20, 300),
-    seed=st.integers(0, 2**16),
-    index=st.sampled_from(["int32", "int64"]),
-    dtype=st.sampled_from(["float32", "float64"]),
-)
-def test_any_cubes_anywhere(quick, make, shape, size, seed, index, dtype):
-    check(quick, make(shape, size, seed=seed, index=index, dtype=dtype))
 
 
 def boxes(shape, grid, index="int64"):
