@@ -309,15 +309,6 @@ def test_edges_go_with_their_tensor(backends, sorts):
     assert edges() is None
 
 
-def test_an_index_out_of_range_is_named(backends):
-    problem = Problem(1, 1)
-    wigner = dense(problem.leaves["wigner"], 1)
-    with pytest.raises(IndexError, match=r"edge_index\[0, \d\] is \d"):
-        backends["general"].node_to_edge_wigner_permute(
-            problem.leaves["x"], problem.edge_index + NODES, wigner
-        )
-
-
 def calls():
     return {swap.name: (swap.calls, swap.traced) for swap in fusedops.compat.swaps()}
 
