@@ -14,6 +14,8 @@ import pytest
 
 import fusedops
 from fusedops.structure import planar_groups, read_structure
+from structures import pdb
+from test_structure import FLAT
 
 pytest.importorskip("gemmi")
 pytest.importorskip("rich")
@@ -23,21 +25,9 @@ LIGAND = (
     "HETATM    1  C1  GOL A   1       1.000   2.000   3.000  1.00  0.00           C\n"
     "HETATM    2  O   HOH A   2       4.000   2.000   3.000  1.00  0.00           O\n"
 )
-# The adenosine of the ribosome 6zu5 (CC0), with N6 lifted, and a hydrogen.
-AMP = (
-    "HETATM    1  C1' AMP A 500     295.358 219.470 246.822  1.00  0.00           C\n"
-    "HETATM    2  N9  AMP A 500     294.574 218.316 247.249  1.00  0.00           N\n"
-    "HETATM    3  C8  AMP A 500     293.300 218.322 247.659  1.00  0.00           C\n"
-    "HETATM    4  N7  AMP A 500     292.889 217.071 247.967  1.00  0.00           N\n"
-    "HETATM    5  C5  AMP A 500     293.918 216.244 247.735  1.00  0.00           C\n"
-    "HETATM    6  C6  AMP A 500     294.171 214.797 247.854  1.00  0.00           C\n"
-    "HETATM    7  N6  AMP A 500     293.091 213.902 247.917  1.00  0.00           N\n"
-    "HETATM    8  N1  AMP A 500     295.393 214.344 247.521  1.00  0.00           N\n"
-    "HETATM    9  C2  AMP A 500     296.358 215.166 247.086  1.00  0.00           C\n"
-    "HETATM   10  N3  AMP A 500     296.196 216.488 246.959  1.00  0.00           N\n"
-    "HETATM   11  C4  AMP A 500     295.022 217.071 247.261  1.00  0.00           C\n"
-    "HETATM   12  H2  AMP A 500     297.300 214.700 246.800  1.00  0.00           H\n"
-)
+# An adenosine, with N6 lifted by half an Å, a hydrogen, and a water.
+LIFTED = FLAT["A"].replace("N6 3.24 -1.87 4.71", "N6 3.65 -1.85 4.43")
+AMP = pdb(f"AMP 500 {LIFTED} H2 1.38 -4.60 1.80", "HOH 501 O 9 9 9")
 ADENINE = ["N9", "C8", "N7", "C5", "C6", "N6", "N1", "C2", "N3", "C4", "H2", "H8"]
 AMP_CIF = (
     "data_comp_AMP\nloop_\n_chem_comp_plane_atom.comp_id\n_chem_comp_plane_atom.plane_id\n"
@@ -177,11 +167,8 @@ class TestStandardInput:
 class TestRestraints:
     @pytest.fixture
     def amp(self, tmp_path):
-        """Write AMP, with its adenine bent, and a water."""
         path = tmp_path / "amp.pdb"
-        path.write_text(
-            AMP + "HETATM   90  O   HOH A 501     300.000 200.000 200.000  1.00  0.00\n"
-        )
+        path.write_text(AMP)
         return path
 
     @pytest.fixture
