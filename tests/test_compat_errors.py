@@ -74,6 +74,11 @@ FREE = {
     "conv_state": (0, 2),
 }
 FREE |= {"conv_states": (0, 2), "cache_indices": (0,), "intermediate_conv_window": (0, 1)}
+#: The names in errors where they aren't the functions'.
+OPS = dict.fromkeys(
+    ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"), "gated_delta_rule"
+)
+OPS |= {"step": "ShortConvolution", "causal_conv1d": "(causal_conv1d|dynamic_conv)"}
 
 
 def wrong(name, value):
@@ -91,13 +96,15 @@ def wrong(name, value):
 @pytest.mark.parametrize("number", range(len(RIGHT)))
 def test_junk(number):
     function, right = RIGHT[number]
+    op = getattr(function, "__name__", "step")
+    op = OPS.get(op, op)
     errors = TypeError, ValueError, NotImplementedError
     for name in [n for n, v in right.items() if isinstance(v, torch.Tensor)]:
         given = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in right.items()}
         for kind, value in wrong(name, given[name]):
             # Of sizes that don't go together the error names either.
             one = ".*" if kind.startswith(("twice", "of another rank")) else rf".*\b{name}\b"
-            with named(f"{name} {kind}"), pytest.raises(errors, match=rf"^\w+: (?={one}).*should"):
+            with named(f"{name} {kind}"), pytest.raises(errors, match=rf"^{op}: (?={one}).*should"):
                 function(**given | {name: value})
         for other, value in right.items():
             assert not isinstance(value, torch.Tensor) or torch.equal(given[other], value)
