@@ -224,6 +224,7 @@ BAD += [
     (causal_conv1d.causal_conv1d_fn, changes, error, message)
     for changes, error, message in (
         ({"activation": "gelu"}, NotImplementedError, "activation is 'gelu'"),
+        ({"weight": None}, TypeError, "weight is None; it should be a tensor"),
         ({"initial_states": NUMBERS[0, 0]}, TypeError, "initial_states has dtype int32; it"),
         (
             {"initial_states": X[0, 0, 0]},
@@ -248,7 +249,7 @@ BAD += [
         (
             {"conv_state": STATE[..., 1:]},
             ValueError,
-            "conv_state has 2 inputs of a sequence; it sh",
+            "conv_state has 2 inputs .* at least 3",
         ),
         ({"conv_state": STATE[:1].expand(2, 8, 3)}, ValueError, "conv_state overlaps itself"),
         ({"conv_state_indices": torch.tensor([0, 2])}, ValueError, "conv_state_indices has 2; it"),
@@ -271,9 +272,8 @@ BAD += [
 
 @pytest.mark.parametrize(("function", "given", "error", "message"), BAD)
 def test_bad_arguments(function, given, error, message):
-    given = {"x": X} | given
-    if function not in (MODULE, MODULE.step):
-        given["weight"] = WEIGHT
+    weight = {} if function in (MODULE, MODULE.step) else {"weight": WEIGHT}
+    given = {"x": X} | weight | given
     with pytest.raises(error, match=message):
         function(**given)
     assert (STATE == 1).all()
