@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 import fusedops  # noqa: E402
 from fusedops._frame import bridge, registry, torch_private  # noqa: E402
 from fusedops._frame.bridge.graphs import _take_apart  # noqa: E402
+from fusedops._frame.kinds import forget_plans  # noqa: E402
 from fusedops.planarity.op import nll  # noqa: E402
 from fusedops.samples import protein  # noqa: E402
 
@@ -238,3 +239,39 @@ def test_public_names_replace_private_ones():
     assert found.will_run(None)
     with pytest.raises(NotImplementedError, match=r"has no torch._C._functorch.unwrap_if_dead"):
         found.alive(torch.ones(1))
+
+
+class Convolution(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.kernels = torch.nn.Parameter(torch.randn(3, 2))
+
+    def forward(self, x):
+        return fusedops.dynamic_conv(x, self.kernels)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_an_exported_program_with_parameters(monkeypatch):
+    """It follows `use_backend`, and has no tangents, as an exported program of others hasn't."""
+    x = torch.randn(1, 5, 3)
+    program = torch.export.export(Convolution(), (x,)).module()
+    chosen, choose = [], registry.choose
+
+    def noted(request):
+        found = choose(request)
+        chosen.append(found[0].name)
+        return found
+
+    monkeypatch.setattr(registry, "choose", noted)
+    forget_plans()
+    with fusedops.use_backend("torch"):
+        program(x).sum().backward()
+    assert set(chosen) == {"torch"}
+    with pytest.raises(NotImplementedError, match="has no forward mode"):
+        torch.func.jvp(program, (x,), (x,))
+
+
+def test_a_compiled_function_reads_a_packed_argument_first():
+    edges = fusedops.Edges(np.stack([np.arange(4) % 3, np.arange(4)[::-1] % 3]), 3)
+    seen = torch.compile(lambda x: x + torch.as_tensor(edges.source).sum(), backend="eager")
+    assert seen(torch.ones(2)).tolist() == [1 + sum(n % 3 for n in range(4))] * 2

@@ -89,9 +89,13 @@ class Packed:
                 moved = dict(self.to(device).__dict__)
                 held.clear()
                 held.update(moved)
-            elif lasting and "torch" in sys.modules:
-                # Tensors first made inside of a compiled function would compile it again.
-                self.tensors_here()
+            elif lasting:
+                # A compiled function would take an array that it reads first for one of its own,
+                # and tensors first made inside of it would compile it again.
+                for name in self._fields:
+                    getattr(self, name)
+                if "torch" in sys.modules:
+                    self.tensors_here()
         tensors = self._tensors if self.device == "cpu" else None
         if tensors is not None and not compiling() and loaded().tensors.are_plain(tensors):
             _living.setdefault(id(tensors[0]), self)

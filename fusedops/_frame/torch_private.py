@@ -59,7 +59,7 @@ class _Private:
         #: Comparisons of tensors' kinds in one step.
         self.guards = find("_C._dynamo.guards.TensorGuards")
         #: The line search of torch.optim.LBFGS, if it is there.
-        search = sys.modules[torch.optim.LBFGS.__module__]
+        search = sys.modules.get("torch.optim.lbfgs")
         self.strong_wolfe: Any = getattr(search, "_strong_wolfe", None)
         self.current_device = find("_C._cuda_getDevice", torch.cuda.current_device)
         #: A quarter of the time of torch.empty_strided.

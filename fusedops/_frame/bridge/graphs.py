@@ -14,7 +14,7 @@ import torch
 from fusedops._frame import registry
 from fusedops._frame.bridge.autograd import transformed
 from fusedops._frame.bridge.evaluation import evaluation, into
-from fusedops._frame.bridge.modes import watched
+from fusedops._frame.bridge.modes import has_tangent, watched
 from fusedops._frame.check import reference
 from fusedops._frame.packed import Packed
 from fusedops._frame.primitive import Primitive, primitives
@@ -102,18 +102,21 @@ class _Registered:
         return a, [want or None for want in wanted], backend or None
 
     def evaluate(self, *args: Any) -> Any:
-        # Torch doesn't show tangents here, and would lose them.
-        if private().dual_level() >= 0 and private().has_forward_mode():
-            raise NotImplementedError(
-                f"torch.ops.{self.name} has no forward mode: it is called in a dual level, as by a "
-                "compiled function of dual tensors; use torch.func.jvp in the compiled function"
-            )
+        self.refuse_tangents()
         a, slots, backend = self.record(args)
         asked = backend and registry.forced(backend, self.primitive.name)
         with registry.asking(asked) if asked else contextlib.nullcontext():
             # A call of the primitive would come back here where a mode is set but switched off.
             run = self.primitive.plan(a, slots) or evaluation(self.primitive, a, slots)
             return _returned(a, slots, run(a, slots))
+
+    def refuse_tangents(self) -> None:
+        """Raise where torch doesn't show tangents, and would lose them."""
+        if private().dual_level() >= 0 and private().has_forward_mode():
+            raise NotImplementedError(
+                f"torch.ops.{self.name} has no forward mode: it is called in a dual level, as by a "
+                "compiled function of dual tensors; use torch.func.jvp in the compiled function"
+            )
 
     def fake(self, *args: Any) -> Any:
         a, slots, _ = self.record(args)
@@ -128,8 +131,11 @@ class _Registered:
         if not watched(args[: len(self.primitive.arrays)]):
             return self.operator.redispatch(keys & private().after_autograd, *args)
         a, slots, backend = self.record(args)
-        with registry.asking(backend):
-            return _returned(a, slots, transformed(self.primitive, a, slots))
+        if not has_tangent(a[: len(self.primitive.arrays)]):
+            self.refuse_tangents()
+        asked = backend and registry.forced(backend, self.primitive.name)
+        with registry.asking(asked) if asked else contextlib.nullcontext():
+            return _returned(a, slots, transformed(self.primitive, a, slots, self.call))
 
 
 def _returned(a: Any, slots: Sequence[Any], outputs: Sequence[Any]) -> Any:
