@@ -264,11 +264,24 @@ def cotangents_of_three_decades(arrays, dout):
     dout *= 10 ** np.random.default_rng(2).uniform(-3, 0, (*dout.shape[:-1], 1))
 
 
+def queries_of_one_key(arrays, dout):
+    arrays["bias"][:, :, :20, 1:] -= 60
+    dout[:, :, :20] *= 100
+
+
 @needs_triton
 @interpreted
 @pytest.mark.parametrize(
     "change",
-    [rest, large_logits, values_apart_from_zero, small, zeros, cotangents_of_three_decades],
+    [
+        rest,
+        queries_of_one_key,
+        large_logits,
+        values_apart_from_zero,
+        small,
+        zeros,
+        cotangents_of_three_decades,
+    ],
 )
 def test_halves_err_at_most_twice_as_much_as_float32(change, halved):
     """In norm; float32's own error is that of torch, or its unit."""
@@ -284,9 +297,11 @@ def test_halves_err_at_most_twice_as_much_as_float32(change, halved):
     want = results(arrays, mask, dout, torch.float64, "torch")
     found = results(arrays, mask, dout, torch.float32, "triton")
     by_torch = results(arrays, mask, dout, torch.float32, "torch")
-    for ours, plain, exact in zip(found, by_torch, want, strict=True):
+    for at, (ours, plain, exact) in enumerate(zip(found, by_torch, want, strict=True)):
         off, own = ((x.double() - exact).norm() / exact.norm() for x in (ours, plain))
-        assert off <= 2 * max(own, 2.0**-23), (off, own)
+        # A dq near zero has larger errors, as docs/backends.md says.
+        least = 5e-4 if change is queries_of_one_key and at == 1 else 2.0**-23
+        assert off <= 2 * max(own, least), (off, own)
 
 
 NUMBERS = {

@@ -385,8 +385,8 @@ def _slope(
     UNIT: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
     TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Add some keys' shares, and their part of the cotangent of queries."""
-    total, dq = state
+    """Add some keys' shares, cotangents of their logits, and their part of that of queries."""
+    total, rest, dq = state
     key = start + tl.arange(0, KEYS)
     there = key < K
     if TAIL:
@@ -402,12 +402,13 @@ def _slope(
         s = tl.where(there[None, :], s, float("-inf"))
     p = _shares((s - lse[:, None]) * _LOG2E, PRECISION)
     ds = p * slope
+    rest += tl.sum(ds, 1)
     if MASKED:
         there &= present
     if MASKED or TAIL:
         ds = tl.where(there[None, :], ds, 0.0)
     ds = _factor(ds, TYPE, PRECISION, RISE=_RISE)
-    return total + tl.sum(p, 1), dq + _dot(ds, kt, PRECISION, _RISE)
+    return total + tl.sum(p, 1), rest, dq + _dot(ds, kt, PRECISION, _RISE)
 
 
 def queries(
@@ -462,7 +463,8 @@ def queries(
     else:
         do = _factor(do, TYPE, PRECISION)
     denominator = tl.load(lse + at)
-    state = tl.zeros([QUERIES], tl.float32), tl.zeros([QUERIES, HEAD], tl.float32)
+    none = tl.zeros([QUERIES], tl.float32)
+    state = none, none, tl.zeros([QUERIES, HEAD], tl.float32)
     whole = K // KEYS
     clean = first // KEYS if STEPS is None else 0
     if STEPS is None:
@@ -485,9 +487,14 @@ def queries(
             k_key, v_key, m_key, scale, k_scale, v_scale, fall,
             D, HEAD, KEYS, UNIT, TYPE, PRECISION, mask is not None, True,
         )  # fmt: skip
-    total, found = state
+    total, rest, found = state
     if PRECISION == "halves":
         found *= (o_inverse * (_inverse(k_scale) * _inverse(v_scale) / fall))[:, None]
+    # Cotangents of a query's logits add up to zero, but for other roundings here than in `out`.
+    rest /= total
+    if PRECISION == "halves":
+        rest *= o_inverse * (_inverse(v_scale) / fall)
+    sums += rest
     # The logarithm's own approximation is not as exact near one.
     more = total - 1
     log2 = tl.where(tl.abs(more) < 2.0**-10, (more - more * more / 2) * _LOG2E, tl.log2(total))
@@ -731,7 +738,8 @@ class _Call:
         """Return whether products of halves take less time."""
         logits = self.B * self.N * self.H * self.Q * self.K
         fast = of_float32(device) == EMULATED and not is_small(device)
-        return fast and self.size <= 64 and logits >= _LEAST
+        # In the products of short vectors, errors of halves don't average out.
+        return fast and self.D >= 8 and self.size <= 64 and logits >= _LEAST
 
     def _measure(self) -> None:
         """Find the scales of halves."""
