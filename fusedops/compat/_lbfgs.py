@@ -144,19 +144,22 @@ def _step(optimizer: Any, closure: Any, evaluations: Any) -> Any:
     direction.zero_()
     evaluations.check()
 
-    def evaluate() -> tuple[float, _Value]:
-        found = evaluations.again()
-        if found is not None:
-            loss, *numbers = found[1].tolist()
-            if math.isfinite(loss) and math.isfinite(numbers[1]):
-                evaluations.latest = loss
-                return loss, _Value(found[0], *numbers)
-        # A loss that isn't finite is TorchRef's to tell and to reject.
-        gradient, report = evaluations.reported(closure(), lambda p: p.grad)
+    def read(gradient: Any, report: Any) -> tuple[float, _Value]:
         loss, *numbers = report.tolist()
+        return loss, _Value(gradient, *numbers)
+
+    def evaluate() -> tuple[float, _Value]:
+        replayed = evaluations.again()
+        if replayed is not None:
+            loss, value = read(*replayed)
+            if math.isfinite(loss) and math.isfinite(value.most):
+                evaluations.latest = loss
+                return loss, value
+        # A loss that isn't finite is TorchRef's to tell and to reject.
+        loss, value = read(*evaluations.reported(closure(), lambda p: p.grad))
         if math.isfinite(loss):
             evaluations.latest = None
-        return loss, _Value(gradient, *numbers)
+        return loss, value
 
     def move(start: list[Any], t: float) -> None:
         for p, at, by in zip(leaves, start, ahead, strict=True):

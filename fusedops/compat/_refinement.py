@@ -586,6 +586,7 @@ def _folded(mask: np.ndarray, margin: int) -> np.ndarray:
 
 
 _GEOMETRY = "torchref.refinement.targets.geometry"
+_ADP = "torchref.refinement.targets.adp"
 #: Methods by the module and class that have them, with the names of their arguments.
 METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
     "ReflectionSubset.mask": ("torchref.io.datasets.reflection_data", mask),
@@ -597,14 +598,11 @@ METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
     "ChiralTarget.forward": (f"{_GEOMETRY}.chiral", _term(3)),
     "NonBondedHTarget.forward": (f"{_GEOMETRY}.non_bonded_h", nonbonded),
     "PlanarityTarget.forward": (f"{_GEOMETRY}.planarity", planarity),
-    "ADPLocalityTarget.forward": ("torchref.refinement.targets.adp.locality", locality),
-    "ADPLocalityTarget._build_neighbor_list": (
-        "torchref.refinement.targets.adp.locality",
-        neighbours,
-    ),
+    "ADPLocalityTarget.forward": (f"{_ADP}.locality", locality),
+    "ADPLocalityTarget._build_neighbor_list": (f"{_ADP}.locality", neighbours),
     "ScalerBase.forward": ("torchref.scaling.scaler_base", scaled),
     "SolventModel.get_solvent_mask": ("torchref.scaling.solvent", solvent_mask),
-    "ADPSimilarityTarget.forward": ("torchref.refinement.targets.adp.similarity", similarity),
+    "ADPSimilarityTarget.forward": (f"{_ADP}.similarity", similarity),
 }
 #: The modules of classes whose statistics are served.
 _COUNTED = {
@@ -616,8 +614,8 @@ _COUNTED = {
     "PlanarityTarget": f"{_GEOMETRY}.planarity",
     "RamachandranTarget": f"{_GEOMETRY}.ramachandran",
     "TorsionTarget": f"{_GEOMETRY}.torsions",
-    "ADPLocalityTarget": "torchref.refinement.targets.adp.locality",
-    "ADPSigdTarget": "torchref.refinement.targets.adp.sigd",
-    "ADPSimilarityTarget": "torchref.refinement.targets.adp.similarity",
+    "ADPLocalityTarget": f"{_ADP}.locality",
+    "ADPSigdTarget": f"{_ADP}.sigd",
+    "ADPSimilarityTarget": f"{_ADP}.similarity",
 }
 METHODS |= {f"{name}.stats": (module, statistics) for name, module in _COUNTED.items()}

@@ -51,7 +51,7 @@ class _Evaluations:
     def _now(self) -> tuple[list[Any], dict[str, float], Any]:
         """Return the leaves, the weights, and all that a graph follows from but their values."""
         targets = self.state.targets
-        leaves = [p for group in self.groups for p in group["params"] if p.requires_grad]
+        leaves = [p for p in _parameters(self.groups) if p.requires_grad]
         weights = {name: self.state.get_effective_weight(name) for name in targets}
         places = [(p.device, p.data_ptr(), _is_hooked(p)) for p in leaves]
         return leaves, weights, (weights, list(targets.values()), places)
@@ -75,8 +75,8 @@ class _Evaluations:
 
         A report has the loss, the product of gradient and direction, and their largest magnitudes.
         """
-        parameters = [p for group in self.groups for p in group["params"]]
-        found, ahead = [(p, gradient_of(p)) for p in parameters], self.direction
+        found = [(p, gradient_of(p)) for p in _parameters(self.groups)]
+        ahead = self.direction
         gradient = torch.cat(
             [torch.zeros_like(p.flatten()) if dx is None else dx.flatten() for p, dx in found]
         )
@@ -180,6 +180,10 @@ class _Evaluations:
         _renew(leaves)
 
 
+def _parameters(groups: list[dict[str, Any]]) -> list[Any]:
+    return [p for group in groups for p in group["params"]]
+
+
 def _is_hooked(p: Any) -> bool:
     return bool(p._backward_hooks or p._post_accumulate_grad_hooks)
 
@@ -246,7 +250,7 @@ def run(
     context: str = "loss_state.step",
 ) -> Any:
     """Run an optimizer, whose closure asks for losses by `aggregate`."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = _parameters(optimizer.param_groups)
     served = _on_gpu(parameters) and keeps() and not unserved()
     # An optimizer that runs within another one's step has other parameters.
     outer = _running.pop(id(state), None)

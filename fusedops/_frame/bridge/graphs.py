@@ -101,11 +101,15 @@ class _Registered:
         a = self.primitive.Arguments._make((*arrays, *_put_together(self.primitive, flat)))
         return a, [want or None for want in wanted], backend or None
 
+    def asking(self, backend: str | None) -> contextlib.AbstractContextManager[Any]:
+        """Ask for the backend that a call names, and else leave what its caller asks for."""
+        asked = backend and registry.forced(backend, self.primitive.name)
+        return registry.asking(asked) if asked else contextlib.nullcontext()
+
     def evaluate(self, *args: Any) -> Any:
         self.refuse_tangents()
         a, slots, backend = self.record(args)
-        asked = backend and registry.forced(backend, self.primitive.name)
-        with registry.asking(asked) if asked else contextlib.nullcontext():
+        with self.asking(backend):
             # A call of the primitive would come back here where a mode is set but switched off.
             run = self.primitive.plan(a, slots) or evaluation(self.primitive, a, slots)
             return _returned(a, slots, run(a, slots))
@@ -133,8 +137,7 @@ class _Registered:
         a, slots, backend = self.record(args)
         if not has_tangent(a[: len(self.primitive.arrays)]):
             self.refuse_tangents()
-        asked = backend and registry.forced(backend, self.primitive.name)
-        with registry.asking(asked) if asked else contextlib.nullcontext():
+        with self.asking(backend):
             return _returned(a, slots, transformed(self.primitive, a, slots, self.call))
 
 
