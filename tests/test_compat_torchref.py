@@ -26,7 +26,7 @@ torch = pytest.importorskip("torch")
 import fusedops  # noqa: E402
 import fusedops.compat.torchref as compat  # noqa: E402
 from densities import Problem, direct  # noqa: E402
-from fusedops.compat import _lbfgs, _replays  # noqa: E402
+from fusedops.compat import _lbfgs, _replays, _scales  # noqa: E402
 from fusedops.density import atom_radius  # noqa: E402
 from fusedops.samples import atoms_in, cubes  # noqa: E402
 
@@ -1006,6 +1006,89 @@ class TestTorchRef:
             compat.register()
             ours = [scaler(*arguments) for arguments in others]
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+    @pytest.mark.parametrize("log_k", [-1.0, 2.0])
+    def test_fit_of_scales(self, refinement, log_k):
+        """The loss and its derivatives are TorchRef's; from any start the end is no higher."""
+        scaler, solvent = refinement.scaler, refinement.scaler.solvent
+        xray = importlib.import_module("torchref.refinement.targets.xray")
+        F = refinement.get_fcalc().detach()
+        loss_of = xray.create_xray_target(refinement.reflection_data, None, scaler, mode="ls")
+        work, leaves = refinement.reflection_data.work, _scales._parameters(scaler)
+        unscaled = work.F.double().square().sum()
+
+        def loss():
+            return loss_of(fcalc=F) + scaler.U.square().sum()
+
+        def start():
+            scaler.initialize()
+            with torch.no_grad():
+                solvent.log_k_solvent.fill_(log_k)
+                solvent.log_ss_half.fill_(-4.5)
+                solvent.log_n_exp.fill_(0.7)
+
+        def amplitudes(x):
+            with torch.no_grad():
+                for p, part in zip(leaves, x.split([p.numel() for p in leaves]), strict=True):
+                    p.copy_(part.view_as(p))
+                return work.select(scaler(F)).abs()
+
+        start()
+        leaves = _scales._parameters(scaler)
+        with torch.no_grad():
+            scaler.U += 0.02 * torch.arange(6)
+        x = torch.cat([p.detach().flatten() for p in leaves])
+        minimum = _scales._Fit(scaler, _scales._constants(scaler, F), F)
+        found, gradient, JTJ = minimum(x.numpy())
+        expected = torch.autograd.grad(loss(), leaves)
+        assert found == pytest.approx(loss().item(), rel=1e-9)
+        assert_close(torch.from_numpy(gradient), torch.cat([dx.flatten() for dx in expected]), 1e-9)
+        steps = 1e-5 * torch.eye(len(x), dtype=x.dtype)
+        J = torch.stack([(amplitudes(x + h) - amplitudes(x - h)) / 2e-5 for h in steps], 1)
+        amplitudes(x)
+        JTJ[minimum.U, minimum.U] -= 2 * np.eye(6)
+        assert_close(torch.from_numpy(JTJ), J.T @ J, 1e-7)
+
+        start()
+        theirs = scaler.refine_lbfgs(F)
+        lowest, shape = (loss() / unscaled).item(), {k: np.shape(v) for k, v in theirs.items()}
+        start()
+        compat.register()
+        ours = scaler.refine_lbfgs(F)
+        assert (loss() / unscaled).item() < lowest + 1e-6
+        assert calls()["ScalerBase.refine_lbfgs"] == 1
+        assert {k: np.shape(v) for k, v in ours.items()} == shape
+        assert ours["rwork"][-1] == pytest.approx(refinement.get_rfactor()[0], abs=1e-6)
+        again = scaler.refine_lbfgs(F)
+        assert again["rwork"] == pytest.approx(ours["rwork"], abs=1e-5)
+
+    def test_fits_that_ours_lack_stay_torchrefs(self, refinement):
+        """Another target, a parameter that is held, and numbers that no scale fits."""
+        scaler, F = refinement.scaler, refinement.get_fcalc().detach()
+        compat.register()
+        scaler.refine_lbfgs(F, nsteps=1, max_iter=1, scale_target="nll")
+        scaler.U.requires_grad_(False)
+        scaler.refine_lbfgs(F, nsteps=1, max_iter=1)
+        assert not calls()["ScalerBase.refine_lbfgs"]
+        scaler.U.requires_grad_(True)
+        before = [p.detach().clone() for p in scaler.parameters()]
+        scaler.refine_lbfgs(torch.nan * F, nsteps=1)
+        torch.testing.assert_close([*scaler.parameters()], before, rtol=0, atol=0)
+
+    def test_sums_in_place_leave_values_alone(self, model):
+        geometry = importlib.import_module("torchref.refinement.targets.geometry")
+        bond, angle = geometry.BondTarget(model), geometry.AngleTarget(model)
+        compat.register()
+        for context in (torch.no_grad(), contextlib.nullcontext()):
+            with context:
+                total = bond()
+                expected = total.item(), angle().item()
+                total += angle()
+                assert total.item() == pytest.approx(sum(expected))
+                assert (bond().item(), angle().item()) == pytest.approx(expected)
+        (total,) = torch.autograd.grad(total, model.parameters_of_types(("xyz",)))
+        (own,) = torch.autograd.grad(bond() + angle(), model.parameters_of_types(("xyz",)))
+        assert_close(total, own)
 
     def test_methods_of_another_version_stay(self, torchref, monkeypatch):
         monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.6.4")

@@ -6,7 +6,6 @@ A method returns NotImplemented where our op can't serve the call; TorchRef's ow
 from __future__ import annotations
 
 import copy
-import math
 import sys
 import weakref
 from collections.abc import Callable
@@ -45,6 +44,7 @@ class _Kept:
         self.inputs: tuple[Any, ...] = ()
         self.states: list[tuple[int, int]] = []
         self.result: Any = None
+        self.version = 0
         self.used = True
         self.differs = False
 
@@ -58,14 +58,23 @@ class _Kept:
             or states != self.states
             or len(inputs) != len(self.inputs)
             or any([new is not old for new, old in zip(inputs, self.inputs, strict=True)])
+            # A caller may have added to a result in place.
+            or self.version != _version_of(self.result)
         ):
             self.result = compute()
+            self.version = _version_of(self.result)
             self.inputs, self.states = inputs, states
             self.used = not keeps()
             self.differs = grad or not isinstance(self.result, torch.Tensor)
             if isinstance(self.result, torch.Tensor) and self.result.requires_grad:
                 self.result.register_hook(_Use(self))
         return self.result
+
+
+def _version_of(result: Any) -> int:
+    """Return a number that grows with changes in place of a tensor, or of a tuple of tensors."""
+    parts = result if isinstance(result, tuple) else (result,)
+    return sum([part._version for part in parts if isinstance(part, torch.Tensor)])
 
 
 class _Use:
@@ -167,7 +176,7 @@ class _Terms:
     """The restraints of a model as ours, and the values for its present atoms."""
 
     def __init__(self) -> None:
-        self.packed, self.value = _Kept(), _Kept()
+        self.packed, self.value, self.parts = _Kept(), _Kept(), _Kept()
 
 
 # By model.
@@ -176,13 +185,19 @@ _terms: Any = weakref.WeakKeyDictionary()
 _of_module: Any = weakref.WeakKeyDictionary()
 _statistics: Any = weakref.WeakKeyDictionary()
 
+
+def kept_terms(module: Any) -> _Terms:
+    """Return the constants of a target or scaler, and its value, as they are kept."""
+    return _of_module.setdefault(module, _Terms())
+
+
 _SIGMA, _EXPONENT, _W_CIS_PROLINE, _W_CIS = 0.3, 4.0, 0.05, 0.0005
 _OF_CONTACTS = "indices", "symop_indices", "cell_offsets", "min_distances", "weights"
 _OF_HYDROGENS = ("idx_i", "idx_j", "symop_idx", "cell_offset", "min_dist", "weight")
 
 
 def _nlls(target: Any) -> Any:
-    """Return the six values of a model's geometry from one pass over it, or NotImplemented."""
+    """Return a tuple of six values of geometry from one pass over a model, or NotImplemented."""
     model, restraints = target.model, target.restraints
     if unserved() or restraints is None or model.cell is None or model.spacegroup is None:
         return NotImplemented
@@ -215,7 +230,9 @@ def _nlls(target: Any) -> Any:
             atoms = torch.cat([xyz, place(xyz, hydrogens)])
         return geometry_nll(atoms, packed)
 
-    return terms.value.get((xyz, packed), values)
+    nlls = terms.value.get((xyz, packed), values)
+    # One node of autograd for all six.
+    return terms.parts.get((nlls,), lambda: torch.unbind_copy(nlls))
 
 
 def _hydrogens(restraints: Any) -> Any:
@@ -335,7 +352,7 @@ def planarity(target: Any) -> Any:
     ]
     if not groups:
         return NotImplemented
-    xyz, terms = target.model.xyz(), _of_module.setdefault(target, _Terms())
+    xyz, terms = target.model.xyz(), kept_terms(target)
     sources = tuple([tensor for group in groups for tensor in group])
     packed = terms.packed.get(sources, lambda: Planes(groups).to(str(xyz.device)))
     return terms.value.get((xyz, packed), lambda: planarity_nll(xyz, packed))
@@ -346,7 +363,7 @@ def similarity(target: Any) -> Any:
     pairs, b = target._get_pair_indices(), target.model.adp()
     if unserved() or not len(pairs) or not target.model._aniso_is_empty:
         return NotImplemented
-    terms = _of_module.setdefault(target, _Terms())
+    terms = kept_terms(target)
 
     def packing() -> Restraints:
         columns = {"indices": _array(pairs), "sigmas": float(target._simu_sigma)}
@@ -365,7 +382,7 @@ def locality(target: Any, recompute_neighbors: bool = False) -> Any:
     b, near, distances = model.adp(), target._neighbor_indices, target._neighbor_distances
     if near is None or near.device != b.device or not near.numel():
         return NotImplemented
-    terms = _of_module.setdefault(target, _Terms())
+    terms = kept_terms(target)
     weights = terms.packed.get((distances,), lambda: 4 / (distances + 1e-6))
 
     def value() -> Any:
@@ -416,101 +433,6 @@ def statistics(target: Any, *, theirs: Any) -> Any:
         inputs += vars(each).values()
     kept = _statistics.setdefault(target, _Kept())
     return copy.deepcopy(kept.get(tuple(inputs), lambda: theirs(target)))
-
-
-class _Scaled(torch.autograd.Function):
-    """Structure factors with TorchRef's scale, anisotropy and bulk solvent, in few passes."""
-
-    @staticmethod
-    def forward(ctx: Any, F: Any, c_iso: Any, U: Any, k: Any, half: Any, n: Any, of: Any) -> Any:
-        iso, aniso = of.design @ c_iso, of.squares @ U
-        power = torch.exp(n * (of.log_s - half.log()).clamp(min=_LEAST_LOG))
-        falloff = -_LN2 * power
-        scale = iso.clamp(-10, 10)
-        of_atoms = torch.exp(scale + aniso.clamp(-10, 10))
-        of_solvent = k * torch.exp(scale + falloff.clamp(min=-30))
-        ctx.save_for_backward(F, c_iso, U, k, half, n)
-        ctx.of, ctx.saved = of, (iso, aniso, power, falloff, of_atoms, of_solvent)
-        return of_atoms * F + of_solvent * of.solvent
-
-    @staticmethod
-    def backward(ctx: Any, dy: Any) -> Any:
-        inputs, of = ctx.saved_tensors, ctx.of
-        if torch.is_grad_enabled():
-            leaves = [x.detach().requires_grad_() for x in inputs]
-            wanted = [x if x.requires_grad else y for x, y in zip(inputs, leaves, strict=True)]
-            atoms, solvent = of.factors(*wanted[1:])
-            y = atoms * wanted[0] + solvent
-            return *torch.autograd.grad(y, wanted, dy, create_graph=True), None
-        F, _, _, k, half, n = inputs
-        iso, aniso, power, falloff, of_atoms, of_solvent = ctx.saved
-        dF = of_atoms * dy if ctx.needs_input_grad[0] else None
-        if not any(ctx.needs_input_grad[1:]):
-            return dF, None, None, None, None, None, None
-        atoms = of_atoms * _real_product(dy, F)
-        solvent = of_solvent * _real_product(dy, of.solvent)
-        dc = ((atoms + solvent) * (iso.abs() <= 10)) @ of.design
-        dU = (atoms * (aniso.abs() <= 10)) @ of.squares
-        log_ratio = of.log_s - half.log()
-        slope = solvent * (falloff >= -30) * -_LN2 * power
-        dn = slope @ log_ratio.clamp(min=_LEAST_LOG)
-        dhalf = -n / half * (slope * (log_ratio >= _LEAST_LOG)).sum()
-        return dF, dc, dU, solvent.sum() / k, dhalf, dn, None
-
-
-def _real_product(x: Any, y: Any) -> Any:
-    """Return the real part of conj(x) y."""
-    return torch.addcmul(x.real * y.real, x.imag, y.imag)
-
-
-_LN2, _LEAST_LOG = math.log(2), math.log(1e-12)
-
-
-class _Scale:
-    """The constants of a scaler's reflections."""
-
-    def __init__(self, scaler: Any, solvent: Any) -> None:
-        self.design, self.solvent = scaler._iso_design, solvent
-        s = scaler.s
-        x, y, z = s.T
-        products = torch.stack([x * x, y * y, z * z, 2 * x * y, 2 * x * z, 2 * y * z], 1)
-        self.squares = -2 * math.pi**2 * products
-        self.log_s = scaler._s_half_sq.log()
-
-    def factors(self, c_iso: Any, U: Any, k: Any, half: Any, n: Any) -> tuple[Any, Any]:
-        """Return the factor of atoms, and the term of solvent, by plain operations."""
-        scale = torch.exp((self.design @ c_iso).clamp(-10, 10))
-        power = torch.exp(n * (self.log_s - half.log()).clamp(min=_LEAST_LOG))
-        solvent = k * torch.exp((-_LN2 * power).clamp(min=-30)) * self.solvent
-        return scale * torch.exp((self.squares @ U).clamp(-10, 10)), scale * solvent
-
-
-def scaled(scaler: Any, fcalc: Any, f_sol_override: Any = None) -> Any:
-    """Return scaled structure factors of all reflections, with solvent."""
-    parts = (getattr(scaler, name, None) for name in ("c_iso", "U", "solvent"))
-    if (
-        unserved()
-        or f_sol_override is not None
-        or fcalc.shape != scaler.bins.shape
-        or not fcalc.is_complex()
-        or any([part is None for part in parts])
-    ):
-        return NotImplemented
-    if scaler._f_sol_raw is None:
-        scaler._f_sol_raw = scaler.solvent.get_rec_solvent(scaler.hkl)
-    sources = scaler._f_sol_raw, scaler._iso_design, scaler.s, scaler._s_half_sq
-    terms, of = _of_module.setdefault(scaler, _Terms()), scaler.solvent
-    constants = terms.packed.get(sources, lambda: _Scale(scaler, scaler._f_sol_raw))
-    refined = scaler.c_iso, scaler.U, of.log_k_solvent, of.log_ss_half, of.log_n_exp
-
-    def parameters() -> tuple[Any, ...]:
-        return scaler.c_iso, scaler.U, of.k_solvent(), of.ss_half(), of.n_exp()
-
-    if torch.is_grad_enabled() and any([x.requires_grad for x in refined]):
-        return _Scaled.apply(fcalc, *parameters(), constants)
-    with torch.no_grad():
-        factors = terms.value.get((*refined, constants), lambda: constants.factors(*parameters()))
-    return factors[0] * fcalc + factors[1]
 
 
 # Voxels of a chunk of atoms, which are tested at once.
@@ -600,7 +522,6 @@ METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
     "PlanarityTarget.forward": (f"{_GEOMETRY}.planarity", planarity),
     "ADPLocalityTarget.forward": (f"{_ADP}.locality", locality),
     "ADPLocalityTarget._build_neighbor_list": (f"{_ADP}.locality", neighbours),
-    "ScalerBase.forward": ("torchref.scaling.scaler_base", scaled),
     "SolventModel.get_solvent_mask": ("torchref.scaling.solvent", solvent_mask),
     "ADPSimilarityTarget.forward": (f"{_ADP}.similarity", similarity),
 }

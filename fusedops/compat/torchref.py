@@ -3,7 +3,7 @@
 TorchRef looks functions up in their modules whenever it calls them. `register` puts ours there,
 with the arguments of the installed version: planes for 0.5.1 to 0.7, densities for 0.6.0 to 0.7,
 and the scatter for 0.5. Of 0.7 it also replaces the functions and methods in ``_refinement.py``,
-``_replays.py`` and ``_start.py``.
+``_replays.py``, ``_scales.py`` and ``_start.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fusedops._frame.bridge.tensors import unwrapped
 from fusedops._frame.check import traced
 from fusedops._frame.torch_private import private
 from fusedops._swaps import Swap, release_of, start, stop
-from fusedops.compat import _refinement, _replays, _start
+from fusedops.compat import _refinement, _replays, _scales, _start
 from fusedops.compat._refinement import asked_for_torch
 from fusedops.density import Lattice, atom_radius, gaussian_density
 from fusedops.density.op import COMPONENTS, LEAST_WIDTH, OnBad, gaussian_matrices
@@ -251,7 +251,7 @@ FUNCTIONS = {
     "_get_cpp_scatter": (f"{DENSITY}.main",),
 }
 #: Of TorchRef 0.7, by the module, and the class in it, that has a function.
-METHODS = {**_refinement.METHODS, **_replays.METHODS, **_start.METHODS}
+METHODS = {**_refinement.METHODS, **_scales.METHODS, **_replays.METHODS, **_start.METHODS}
 _lock = threading.Lock()
 
 
@@ -301,6 +301,7 @@ def register() -> None:
     atoms stay. Targets with other parameters than TorchRef's defaults stay TorchRef's. Scales, the
     solvent mask on the CPU, B restraints and statistics are served too, and the start before the
     refinement: tables of monomers, links and riding hydrogens are TorchRef's, made in less time.
+    The fit of scales by least squares ends at TorchRef's loss or below it.
     On a GPU an optimizer's run evaluates its losses by a CUDA graph, which has no second
     derivatives.
 

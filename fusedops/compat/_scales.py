@@ -1,0 +1,256 @@
+"""TorchRef 0.7's scales: scaled structure factors in few passes, and their fit by least squares.
+
+TorchRef fits scales by L-BFGS in float32. The parameters of the isotropic and the anisotropic scale
+nearly repeat each other, and strong solvent has a minimum of its own, so the fit of a large model
+ends elsewhere for each change of its rounding. Levenberg and Marquardt's steps in float64, from the
+best of three strengths of the solvent, end in the least of these minima.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import fusedops._frame.needs_torch  # noqa: F401
+
+import numpy as np
+import torch
+
+from fusedops.compat._refinement import kept_terms, unserved
+
+
+class _Scaled(torch.autograd.Function):
+    """Structure factors with TorchRef's scale, anisotropy and bulk solvent, in few passes."""
+
+    @staticmethod
+    def forward(ctx: Any, F: Any, c_iso: Any, U: Any, k: Any, half: Any, n: Any, of: Any) -> Any:
+        iso, aniso = of.design @ c_iso, of.squares @ U
+        power = torch.exp(n * (of.log_s - half.log()).clamp(min=_LEAST_LOG))
+        falloff = -_LN2 * power
+        scale = iso.clamp(-10, 10)
+        of_atoms = torch.exp(scale + aniso.clamp(-10, 10))
+        of_solvent = k * torch.exp(scale + falloff.clamp(min=-30))
+        ctx.save_for_backward(F, c_iso, U, k, half, n)
+        ctx.of, ctx.saved = of, (iso, aniso, power, falloff, of_atoms, of_solvent)
+        return of_atoms * F + of_solvent * of.solvent
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        inputs, of = ctx.saved_tensors, ctx.of
+        if torch.is_grad_enabled():
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            wanted = [x if x.requires_grad else y for x, y in zip(inputs, leaves, strict=True)]
+            atoms, solvent = of.factors(*wanted[1:])
+            y = atoms * wanted[0] + solvent
+            return *torch.autograd.grad(y, wanted, dy, create_graph=True), None
+        F, _, _, k, half, n = inputs
+        iso, aniso, power, falloff, of_atoms, of_solvent = ctx.saved
+        dF = of_atoms * dy if ctx.needs_input_grad[0] else None
+        if not any(ctx.needs_input_grad[1:]):
+            return dF, None, None, None, None, None, None
+        atoms = of_atoms * _real_product(dy, F)
+        solvent = of_solvent * _real_product(dy, of.solvent)
+        dc = ((atoms + solvent) * (iso.abs() <= 10)) @ of.design
+        dU = (atoms * (aniso.abs() <= 10)) @ of.squares
+        log_ratio = of.log_s - half.log()
+        slope = solvent * (falloff >= -30) * -_LN2 * power
+        dn = slope @ log_ratio.clamp(min=_LEAST_LOG)
+        dhalf = -n / half * (slope * (log_ratio >= _LEAST_LOG)).sum()
+        return dF, dc, dU, solvent.sum() / k, dhalf, dn, None
+
+
+def _real_product(x: Any, y: Any) -> Any:
+    """Return the real part of conj(x) y."""
+    return torch.addcmul(x.real * y.real, x.imag, y.imag)
+
+
+_LN2, _LEAST_LOG = math.log(2), math.log(1e-12)
+
+
+class _Scale:
+    """The constants of a scaler's reflections."""
+
+    def __init__(self, scaler: Any, solvent: Any) -> None:
+        self.design, self.solvent = scaler._iso_design, solvent
+        s = scaler.s
+        x, y, z = s.T
+        products = torch.stack([x * x, y * y, z * z, 2 * x * y, 2 * x * z, 2 * y * z], 1)
+        self.squares = -2 * math.pi**2 * products
+        self.log_s = scaler._s_half_sq.log()
+
+    def factors(self, c_iso: Any, U: Any, k: Any, half: Any, n: Any) -> tuple[Any, Any]:
+        """Return the factor of atoms, and the term of solvent, by plain operations."""
+        scale = torch.exp((self.design @ c_iso).clamp(-10, 10))
+        power = torch.exp(n * (self.log_s - half.log()).clamp(min=_LEAST_LOG))
+        solvent = k * torch.exp((-_LN2 * power).clamp(min=-30)) * self.solvent
+        return scale * torch.exp((self.squares @ U).clamp(-10, 10)), scale * solvent
+
+
+def scaled(scaler: Any, fcalc: Any, f_sol_override: Any = None) -> Any:
+    """Return scaled structure factors of all reflections, with solvent."""
+    constants = None if f_sol_override is not None else _constants(scaler, fcalc)
+    if constants is None:
+        return NotImplemented
+    of = scaler.solvent
+
+    def parameters() -> tuple[Any, ...]:
+        return scaler.c_iso, scaler.U, of.k_solvent(), of.ss_half(), of.n_exp()
+
+    refined = _parameters(scaler)
+    if torch.is_grad_enabled() and any([x.requires_grad for x in refined]):
+        return _Scaled.apply(fcalc, *parameters(), constants)
+    value = kept_terms(scaler).value
+    with torch.no_grad():
+        factors = value.get((*refined, constants), lambda: constants.factors(*parameters()))
+    return factors[0] * fcalc + factors[1]
+
+
+def _constants(scaler: Any, fcalc: Any) -> _Scale | None:
+    """Return the constants of a scaler for structure factors of all its reflections, or None."""
+    parts = (getattr(scaler, name, None) for name in ("c_iso", "U", "solvent"))
+    if (
+        unserved()
+        or fcalc.shape != scaler.bins.shape
+        or not fcalc.is_complex()
+        or any([part is None for part in parts])
+    ):
+        return None
+    if scaler._f_sol_raw is None:
+        scaler._f_sol_raw = scaler.solvent.get_rec_solvent(scaler.hkl)
+    sources = scaler._f_sol_raw, scaler._iso_design, scaler.s, scaler._s_half_sq
+    return kept_terms(scaler).packed.get(sources, lambda: _Scale(scaler, scaler._f_sol_raw))
+
+
+def _parameters(scaler: Any) -> tuple[Any, ...]:
+    of = scaler.solvent
+    return scaler.c_iso, scaler.U, of.log_k_solvent, of.log_ss_half, of.log_n_exp
+
+
+class _Fit:
+    """The least squares of amplitudes of the work set, by the parameters of `_parameters`."""
+
+    def __init__(self, scaler: Any, of: _Scale, fcalc: Any) -> None:
+        solvent, work = sys.modules["torchref.scaling.solvent"], scaler._data.work
+        sources = of.design, of.squares, of.log_s, fcalc, of.solvent
+        design, squares, log_s, atoms, of_solvent = (work.select(x.detach()) for x in sources)
+        self.design, self.squares, self.log_s = design.double(), squares.double(), log_s.double()
+        self.atoms, self.solvent = (F.to(torch.complex128) for F in (atoms, of_solvent))
+        self.observed = work.F.detach().double()
+        self.U = slice(design.shape[1], design.shape[1] + 6)
+        edges = (-10, 10), np.log(solvent.SS_HALF_BOUNDS), np.log(solvent.N_EXP_BOUNDS)
+        bounds = np.array([(-np.inf, np.inf)] * self.U.stop + [*edges])
+        self.low, self.high = bounds.T
+
+    def __call__(self, x: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
+        """Return the loss, with TorchRef's penalty of U, its gradient, and J transposed times J."""
+        given = torch.from_numpy(x).to(self.design.device)
+        c, U, (log_k, log_half, log_n) = given.tensor_split([self.U.start, self.U.stop])
+        iso, aniso = self.design @ c, self.squares @ U
+        n, log_ratio = log_n.exp(), (self.log_s - log_half).clamp(min=_LEAST_LOG)
+        power = _LN2 * torch.exp(n * log_ratio)
+        scale = torch.exp(iso.clamp(-10, 10))
+        F_atoms = scale * torch.exp(aniso.clamp(-10, 10)) * self.atoms
+        F_solvent = scale * torch.exp(log_k - power.clamp(max=30)) * self.solvent
+        F = F_atoms + F_solvent
+        size = F.abs()
+        phase = F / size.clamp(min=torch.finfo(size.dtype).tiny)
+        atoms, solvent = (_real_product(phase, part) for part in (F_atoms, F_solvent))
+        falloff = -solvent * power * (power < 30) * n
+        columns = [
+            ((atoms + solvent) * (iso.abs() < 10))[:, None] * self.design,
+            (atoms * (aniso.abs() < 10))[:, None] * self.squares,
+            torch.stack([solvent, -falloff, falloff * log_ratio, size - self.observed], 1),
+        ]
+        J = torch.cat(columns, 1)
+        products = (J.T @ J).cpu().numpy()
+        JTJ, gradient, loss = products[:-1, :-1], products[:-1, -1], products[-1, -1] / 2
+        JTJ[self.U, self.U] += 2 * np.eye(6)
+        gradient[self.U] += 2 * x[self.U]
+        return loss + float(x[self.U] @ x[self.U]), gradient, JTJ
+
+    def least(self, x: np.ndarray) -> np.ndarray | None:
+        """Return the parameters of the minimum that is found from a start, or None for NaN."""
+        strengths = [x[self.U.stop], *_STRENGTHS]
+        starts = [
+            np.clip(np.r_[x[: self.U.stop], k, x[-2:]], self.low, self.high) for k in strengths
+        ]
+        found = [self(start) for start in starts]
+        losses = [loss for loss, _, _ in found]
+        if not np.isfinite(losses).any():
+            return None
+        best = int(np.nanargmin(losses))
+        x, (loss, gradient, JTJ) = starts[best], found[best]
+        damping = 1e-3
+        for _ in range(_MOST_STEPS):
+            # A parameter that its bound holds back stays.
+            held = (x <= self.low) & (gradient > 0) | (x >= self.high) & (gradient < 0)
+            free = np.flatnonzero(~held)
+            diagonal = np.diag(JTJ)[free]
+            scale = np.maximum(diagonal, max(1e-12 * diagonal.max(), 1e-300))
+            damped = JTJ[np.ix_(free, free)] + damping * np.diag(scale)
+            moved = x.copy()
+            moved[free] -= np.linalg.solve(damped, gradient[free])
+            moved = np.clip(moved, self.low, self.high)
+            new = self(moved)
+            if new[0] < loss:
+                gain = loss - new[0]
+                x, (loss, gradient, JTJ) = moved, new
+                damping = max(damping / 5, 1e-9)
+                if gain < _LEAST_GAIN * loss:
+                    break
+            else:
+                damping *= 10
+                if damping > 1e3:
+                    break
+        return x
+
+
+#: Logarithms of the solvent's scale that a fit may start from, besides its own.
+_STRENGTHS = -2.0, -4.0
+_MOST_STEPS, _LEAST_GAIN = 100, 1e-7
+
+
+def fit(
+    scaler: Any,
+    fcalc: Any,
+    nsteps: int = 3,
+    lr: float = 1.0,
+    max_iter: int = 200,
+    history_size: int = 10,
+    verbose: bool = True,
+    scale_target: str = "ls",
+) -> Any:
+    """Fit a scaler to the amplitudes of its work set, and return TorchRef's measures of the fit."""
+    refined, of = [], _constants(scaler, fcalc)
+    if of is not None:
+        refined = [*_parameters(scaler)]
+    whole = len(refined) == len([*scaler.parameters()]) and all([p.requires_grad for p in refined])
+    if not whole or of is None or scale_target != "ls" or nsteps < 1:
+        return NotImplemented
+    theirs, data = sys.modules["torchref.scaling.scaler_base"], scaler._data
+    with torch.no_grad():
+        minimum = _Fit(scaler, of, fcalc)
+        start = torch.cat([p.detach().double().flatten() for p in refined]).cpu().numpy()
+        end = minimum.least(start)
+        if end is None:
+            return NotImplemented
+        parts = torch.from_numpy(end).split([p.numel() for p in refined])
+        for p, x in zip(refined, parts, strict=True):
+            p.copy_(x.view_as(p))
+        F = scaler(fcalc)
+        nlls = [theirs.nll_xray_mean(x.F, x.select(F), x.sigF) for x in (data.work, data.free)]
+        R = theirs.rfactor_work_free(data, F.abs())
+    if verbose and scaler.verbose > 0:
+        print(f"Scale refinement complete. rwork: {R[0]:.4f}, rfree: {R[1]:.4f}\n")
+    measures = dict(zip(("xray_work", "xray_test", "rwork", "rfree"), (*nlls, *R), strict=True))
+    # The steps after the first one move nothing.
+    repeated = {name: [float(value)] * nsteps for name, value in measures.items()}
+    return {"target": "scales", "steps": [*range(1, nsteps + 1)], **repeated}
+
+
+METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "ScalerBase.forward": ("torchref.scaling.scaler_base", scaled),
+    "ScalerBase.refine_lbfgs": ("torchref.scaling.scaler_base", fit),
+}
