@@ -1176,12 +1176,17 @@ def test_a_step_on_a_gpu(tmp_path):
         assert row["ms"], row
 
 
+@pytest.mark.gpu
+def test_check_on_a_gpu():
+    assert cli.main(["check", "--device", "cuda"]) == 0
+
+
 @TALKS
 @pytest.mark.gpu
-def test_both_commands_on_a_gpu(tmp_path, monkeypatch):
+@pytest.mark.parametrize("op", [op.__name__ for op in OPS])
+def test_bench_on_a_gpu(op, tmp_path, monkeypatch):
     monkeypatch.setattr(measure.Plan, "seconds", 0.001)
-    assert cli.main(["check", "--device", "cuda"]) == 0
-    found = benches.run(tmp_path / "gpu.json", "--device", "cuda")
-    assert set(found) == {op.__name__ for op in OPS}
+    found = benches.run(tmp_path / "gpu.json", "--device", "cuda", "--op", op)
+    assert set(found) == {op}
     for row in report.cases({"ops": found}):
         assert row["ms"] or not row["ours"], row
