@@ -68,12 +68,13 @@ def _eigenvalues(U: Any) -> tuple[Any, Any]:
     """Return the least and largest eigenvalues of symmetric matrices (N, 6) (Smith, 1961)."""
     xp = namespace(U)
     mean = U[:, :3].mean(1)
-    off = (U[:, 3:] ** 2).sum(1)
-    p = xp.sqrt((((U[:, :3] - mean[:, None]) ** 2).sum(1) + 2 * off) / 6)
-    safe = xp.where(p > 0, p, xp.ones_like(p))
-    a, b, c = ((U[:, :3] - mean[:, None]) / safe[:, None]).T
-    d, e, f = (U[:, 3:] / safe[:, None]).T
-    half = 0.5 * (a * (b * c - f * f) - d * (d * c - e * f) + e * (d * f - b * e))
+    diagonal, off = U[:, :3] - mean[:, None], U[:, 3:]
+    p = xp.sqrt(((diagonal**2).sum(1) + 2 * (off**2).sum(1)) / 6)
+    safe = xp.where(p > 0, p, 1)[:, None]
+    diagonal, off = diagonal / safe, off / safe
+    # U12, U13 and U23 face the third, second and first diagonal element.
+    rest = (diagonal * xp.flip(off, (1,)) ** 2).sum(1)
+    half = 0.5 * xp.prod(diagonal, 1) + xp.prod(off, 1) - 0.5 * rest
     angle = (xp.arccos if xp is np else xp.acos)(xp.clip(half, -1, 1)) / 3
     return mean + 2 * p * xp.cos(angle + 2 * math.pi / 3), mean + 2 * p * xp.cos(angle)
 
