@@ -1062,9 +1062,37 @@ class TestTorchRef:
         again = scaler.refine_lbfgs(F)
         assert again["rwork"] == pytest.approx(ours["rwork"], abs=1e-5)
 
+    @pytest.mark.parametrize("k", [0.0, 0.35, 0.6])
+    def test_fits_find_the_solvent(self, refinement, k):
+        """First, and again after amplitudes without solvent, whose fit tells nothing of it."""
+        scaler, data = refinement.scaler, refinement.reflection_data
+        F = refinement.get_fcalc().detach()
+        rng = np.random.default_rng(0)
+        error = torch.from_numpy(0.1 * rng.normal(size=len(F)) + 0.1j * rng.normal(size=len(F)))
+        with torch.no_grad():
+            solvent = torch.exp(-60 * scaler._s_half_sq) * scaler.solvent.get_rec_solvent(data.hkl)
+            true = (F + error * F.abs() + k * solvent).abs()
+            none = (F + error * F.abs()).abs()
+        compat.register()
+        R = []
+        for amplitudes, cold in ((true, True), (none, True), (true, False)):
+            data.F.copy_(amplitudes)
+            if cold:
+                scaler.initialize()
+            R.append(scaler.refine_lbfgs(F)["rwork"][-1])
+        assert abs(R[2] - R[0]) < 2e-3
+        assert R[0] < R[1] + 0.01 < 0.12
+        if k:
+            assert scaler.solvent.k_solvent().item() == pytest.approx(k, rel=0.2)
+
     def test_fits_that_ours_lack_stay_torchrefs(self, refinement):
-        """Another target, a parameter that is held, and numbers that no scale fits."""
+        """Another target, a held parameter, numbers that no scale fits, and an own class."""
         scaler, F = refinement.scaler, refinement.get_fcalc().detach()
+
+        class Twice(type(scaler)):
+            def forward(self, fcalc, f_sol_override=None):
+                return 2 * super().forward(fcalc, f_sol_override)
+
         compat.register()
         scaler.refine_lbfgs(F, nsteps=1, max_iter=1, scale_target="nll")
         scaler.U.requires_grad_(False)
@@ -1074,6 +1102,9 @@ class TestTorchRef:
         before = [p.detach().clone() for p in scaler.parameters()]
         scaler.refine_lbfgs(torch.nan * F, nsteps=1)
         torch.testing.assert_close([*scaler.parameters()], before, rtol=0, atol=0)
+        scaler.__class__ = Twice
+        assert scaler.refine_lbfgs(F)["rwork"][-1] < 0.3
+        assert not calls()["ScalerBase.refine_lbfgs"]
 
     def test_sums_in_place_leave_values_alone(self, model):
         geometry = importlib.import_module("torchref.refinement.targets.geometry")
@@ -1086,9 +1117,32 @@ class TestTorchRef:
                 total += angle()
                 assert total.item() == pytest.approx(sum(expected))
                 assert (bond().item(), angle().item()) == pytest.approx(expected)
-        (total,) = torch.autograd.grad(total, model.parameters_of_types(("xyz",)))
-        (own,) = torch.autograd.grad(bond() + angle(), model.parameters_of_types(("xyz",)))
-        assert_close(total, own)
+        with torch.no_grad():
+            part = bond()
+            part *= 2
+            assert angle().item() == pytest.approx(expected[1])
+            assert not angle().requires_grad
+        leaves = model.parameters_of_types(("xyz",))
+        again = torch.autograd.grad(bond() + angle(), leaves, retain_graph=True)
+        assert_close(torch.autograd.grad(total, leaves)[0], again[0])
+        compat.unregister()
+        assert_close(torch.autograd.grad(bond() + angle(), leaves)[0], again[0], 1e-9)
+
+    @pytest.mark.filterwarnings("ignore:TorchRef")
+    def test_inference(self, refinement):
+        """Tensors that tell no changes are not kept."""
+        theirs = refinement.get_rfactor()
+        compat.register()
+        for _ in range(2):
+            with torch.no_grad():
+                refinement.scaler.U += 0.01
+            with torch.inference_mode():
+                ours = refinement.get_rfactor()
+            compat.unregister()
+            with torch.no_grad():
+                assert refinement.get_rfactor() == pytest.approx(ours, rel=1e-6)
+            compat.register()
+        assert ours != pytest.approx(theirs, rel=1e-3)
 
     def test_methods_of_another_version_stay(self, torchref, monkeypatch):
         monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.6.4")

@@ -50,7 +50,11 @@ class _Kept:
 
     def get(self, inputs: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
         """Return the result of `compute`, which follows from inputs: tensors, or any objects."""
-        states = [(x._version, x.data_ptr()) for x in inputs if isinstance(x, torch.Tensor)]
+        tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+        # Tensors of inference don't tell when they change.
+        if torch.is_inference_mode_enabled() or any([x.is_inference() for x in tensors]):
+            return compute()
+        states = [(x._version, x.data_ptr()) for x in tensors]
         grad = torch.is_grad_enabled()
         if (
             self.used
@@ -61,13 +65,13 @@ class _Kept:
             # A caller may have added to a result in place.
             or self.version != _version_of(self.result)
         ):
-            self.result = compute()
-            self.version = _version_of(self.result)
+            result = compute()
+            self.result, self.version = result, _version_of(result)
             self.inputs, self.states = inputs, states
             self.used = not keeps()
-            self.differs = grad or not isinstance(self.result, torch.Tensor)
-            if isinstance(self.result, torch.Tensor) and self.result.requires_grad:
-                self.result.register_hook(_Use(self))
+            self.differs = grad or not isinstance(result, torch.Tensor)
+            if isinstance(result, torch.Tensor) and result.requires_grad:
+                result.register_hook(_Use(self))
         return self.result
 
 
@@ -231,8 +235,13 @@ def _nlls(target: Any) -> Any:
         return geometry_nll(atoms, packed)
 
     nlls = terms.value.get((xyz, packed), values)
-    # One node of autograd for all six.
-    return terms.parts.get((nlls,), lambda: torch.unbind_copy(nlls))
+
+    def parts() -> Any:
+        # One node of autograd for all six, which later calls may ask for.
+        with torch.set_grad_enabled(nlls.requires_grad):
+            return torch.unbind_copy(nlls)
+
+    return terms.parts.get((nlls,), parts)
 
 
 def _hydrogens(restraints: Any) -> Any:
@@ -313,7 +322,9 @@ def _contacts(vdw: dict[str, Any], hydrogens: Any, model: Any) -> Any:
 def _term(place: int) -> Callable[[Any], Any]:
     def forward(target: Any) -> Any:
         nlls = _nlls(target)
-        return nlls if nlls is NotImplemented else nlls[place]
+        if nlls is NotImplemented:
+            return nlls
+        return nlls[place] if torch.is_grad_enabled() else nlls[place].detach()
 
     return forward
 

@@ -1,9 +1,10 @@
 """TorchRef 0.7's scales: scaled structure factors in few passes, and their fit by least squares.
 
 TorchRef fits scales by L-BFGS in float32. The parameters of the isotropic and the anisotropic scale
-nearly repeat each other, and strong solvent has a minimum of its own, so the fit of a large model
-ends elsewhere for each change of its rounding. Levenberg and Marquardt's steps in float64, from the
-best of three strengths of the solvent, end in the least of these minima.
+nearly repeat each other, and strong and weak solvent have minima of their own, so the fit of a
+large model ends elsewhere for each change of its rounding. Levenberg and Marquardt's steps in
+float64 go on from the least of the ends of short walks, which start at four strengths of the
+solvent.
 """
 
 from __future__ import annotations
@@ -115,6 +116,7 @@ def _constants(scaler: Any, fcalc: Any) -> _Scale | None:
         or fcalc.shape != scaler.bins.shape
         or not fcalc.is_complex()
         or any([part is None for part in parts])
+        or type(scaler.solvent) is not sys.modules["torchref.scaling.solvent"].SolventModel
     ):
         return None
     if scaler._f_sol_raw is None:
@@ -141,7 +143,8 @@ class _Fit:
         self.U = slice(design.shape[1], design.shape[1] + 6)
         edges = (-10, 10), np.log(solvent.SS_HALF_BOUNDS), np.log(solvent.N_EXP_BOUNDS)
         bounds = np.array([(-np.inf, np.inf)] * self.U.stop + [*edges])
-        self.low, self.high = bounds.T
+        # TorchRef's clamps have no gradient where an exponential is rounded to beyond a bound.
+        self.low, self.high = (bounds + [1e-12, -1e-12]).T
 
     def __call__(self, x: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
         """Return the loss, with TorchRef's penalty of U, its gradient, and J transposed times J."""
@@ -172,16 +175,22 @@ class _Fit:
 
     def least(self, x: np.ndarray) -> np.ndarray | None:
         """Return the parameters of the minimum that is found from a start, or None for NaN."""
-        strengths = [x[self.U.stop], *_STRENGTHS]
-        starts = [
-            np.clip(np.r_[x[: self.U.stop], k, x[-2:]], self.low, self.high) for k in strengths
-        ]
-        found = [self(start) for start in starts]
-        losses = [loss for loss, _, _ in found]
-        if not np.isfinite(losses).any():
+        x = np.clip(x, self.low, self.high)
+        k = self.U.stop
+        starts = [x]
+        # Without solvent nothing tells a fit where it would begin.
+        if not x[self.U].any() or x[k] == self.low[k]:
+            starts += [np.r_[x[:k], start] for start in _SOLVENTS]
+        ends = [self._descend(start, self(start), _ROUGH_GAIN) for start in starts]
+        ends = [end for end in ends if math.isfinite(end[1][0])]
+        if not ends:
             return None
-        best = int(np.nanargmin(losses))
-        x, (loss, gradient, JTJ) = starts[best], found[best]
+        best = min(ends, key=lambda end: end[1][0])
+        return self._descend(*best, _LEAST_GAIN)[0]
+
+    def _descend(self, x: np.ndarray, found: Any, least_gain: float) -> tuple[np.ndarray, Any]:
+        """Walk until a step gains less than a share of the loss; return the end, and its loss."""
+        loss, gradient, JTJ = found
         damping = 1e-3
         for _ in range(_MOST_STEPS):
             # A parameter that its bound holds back stays.
@@ -198,18 +207,19 @@ class _Fit:
                 gain = loss - new[0]
                 x, (loss, gradient, JTJ) = moved, new
                 damping = max(damping / 5, 1e-9)
-                if gain < _LEAST_GAIN * loss:
+                if gain < least_gain * loss:
                     break
             else:
                 damping *= 10
                 if damping > 1e3:
                     break
-        return x
+        return x, (loss, gradient, JTJ)
 
 
-#: Logarithms of the solvent's scale that a fit may start from, besides its own.
-_STRENGTHS = -2.0, -4.0
-_MOST_STEPS, _LEAST_GAIN = 100, 1e-7
+#: Logarithms of the solvent's scale that a first fit also starts from, with TorchRef's falloff.
+_FALLOFF = math.log(1 / (4 * 3.59**2)), math.log(5.0)
+_SOLVENTS = (-0.7, *_FALLOFF), (-2.0, *_FALLOFF), (-4.0, *_FALLOFF)
+_MOST_STEPS, _ROUGH_GAIN, _LEAST_GAIN = 100, 1e-2, 1e-7
 
 
 def fit(
@@ -226,10 +236,12 @@ def fit(
     refined, of = [], _constants(scaler, fcalc)
     if of is not None:
         refined = [*_parameters(scaler)]
-    whole = len(refined) == len([*scaler.parameters()]) and all([p.requires_grad for p in refined])
-    if not whole or of is None or scale_target != "ls" or nsteps < 1:
-        return NotImplemented
     theirs, data = sys.modules["torchref.scaling.scaler_base"], scaler._data
+    whole = len(refined) == len([*scaler.parameters()]) and all([p.requires_grad for p in refined])
+    own = type(scaler).forward is theirs.ScalerBase.forward
+    in_float64 = fcalc.device.type in ("cpu", "cuda")
+    if not (whole and own and in_float64 and scale_target == "ls" and nsteps > 0) or of is None:
+        return NotImplemented
     with torch.no_grad():
         minimum = _Fit(scaler, of, fcalc)
         start = torch.cat([p.detach().double().flatten() for p in refined]).cpu().numpy()
@@ -244,6 +256,9 @@ def fit(
         R = theirs.rfactor_work_free(data, F.abs())
     if verbose and scaler.verbose > 0:
         print(f"Scale refinement complete. rwork: {R[0]:.4f}, rfree: {R[1]:.4f}\n")
+        print("Final Scale Parameters: ")
+        for name, p in scaler.named_parameters():
+            print(f"  {name}: {p.data}")
     measures = dict(zip(("xray_work", "xray_test", "rwork", "rfree"), (*nlls, *R), strict=True))
     # The steps after the first one move nothing.
     repeated = {name: [float(value)] * nsteps for name, value in measures.items()}

@@ -301,7 +301,7 @@ def register() -> None:
     atoms stay. Targets with other parameters than TorchRef's defaults stay TorchRef's. Scales, the
     solvent mask on the CPU, B restraints and statistics are served too, and the start before the
     refinement: tables of monomers, links and riding hydrogens are TorchRef's, made in less time.
-    The fit of scales by least squares ends at TorchRef's loss or below it.
+    Scales are fitted by steps of our own, which also look for solvent where TorchRef's don't.
     On a GPU an optimizer's run evaluates its losses by a CUDA graph, which has no second
     derivatives.
 
