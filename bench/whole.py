@@ -62,7 +62,7 @@ def whole_refinement(device: str) -> Step:
             Case(name, partial(simulated, name), quick=name == "1ubi")
             for name in ("1ubi", "4cup", "3p3w")
         ),
-        (Case("1ubi", partial(simulated, "1ubi", 3.0, 1)),),
+        (Case("1ubi", partial(simulated, "1ubi", cycles=1)),),
         # Relative: 0.001 of an R of 8 %.
         0.012,
         lambda problem: torchref(problem, device)[FORWARD](),

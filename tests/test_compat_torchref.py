@@ -1167,7 +1167,7 @@ class TestTorchRef:
         importlib.import_module("benches")
         whole = importlib.import_module("bench.whole")
         state = importlib.import_module("torchref.refinement.loss_state").LossState
-        problem = whole.simulated("1ubi", 3.0, 1)
+        problem = whole.simulated("1ubi", cycles=1)
         (theirs,) = whole._run(problem, "cuda")
         again, errors = _replays._Evaluations.again, []
 
