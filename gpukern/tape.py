@@ -25,8 +25,8 @@ from fusedops._frame.packed import Packed
 #: More steps than this take a GPU as long as the host.
 _LONGEST = 256
 
-#: The most bytes of scratch that are allocated as one.
-_TOGETHER = 1 << 24
+#: The most bytes of an array of scratch that lies with others in one memory, the first that is met.
+_TOGETHER = 1 << 24, 1 << 20, 1 << 17
 #: The most bytes that a call may take more for it, and never more than an eighth.
 _MORE = 1 << 20
 #: Torch allocates memory in multiples of so many bytes.
@@ -419,8 +419,8 @@ def _together(
 ) -> tuple[dict[int, int], int]:
     """Return places in one memory, by number, of tensors that launches alone use, and its size.
 
-    Tensors that live at once lie apart. There are no places where the memory would be large, or a
-    call, which keeps it to its end, would take much more than with separate memories.
+    Tensors that live at once lie apart. Large ones have memory of their own where the places would
+    take much, or a call, which keeps them to its end, much more than with separate memories.
     """
     calls = [step for step in steps if isinstance(step, _Call) and step.function is not None]
     given = {values[number].root for step in calls for number in _used(step)}
@@ -439,6 +439,27 @@ def _together(
                     others.append(span)
                 else:
                     spans[number] = span
+
+    def most(living: list[tuple[int, int, int]]) -> int:
+        """Return the most bytes that live at once."""
+        alive = [
+            sum([size for size, first, until in living if first <= at <= until])
+            for at in range(len(steps))
+        ]
+        return max(alive, default=0)
+
+    apart = most([*spans.values(), *others])
+    for limit in _TOGETHER:
+        small = {number: span for number, span in spans.items() if span[0] <= limit}
+        large = [span for number, span in spans.items() if number not in small]
+        places, total = _placed(small)
+        if total <= _TOGETHER[0] and total + most(others + large) <= apart + min(apart // 8, _MORE):
+            return places, total
+    return {}, 0
+
+
+def _placed(spans: dict[int, tuple[int, int, int]]) -> tuple[dict[int, int], int]:
+    """Return places for tensors of some size, first and last step, and the size of all."""
     places: dict[int, int] = {}
     # The longest lives come first, each at the first place that has room.
     longest_first = sorted(spans.items(), key=lambda item: item[1][1] - item[1][2])
@@ -451,20 +472,7 @@ def _together(
                     break
                 place = max(place, places[other] + other_size)
         places[number] = place
-    total = max([place + spans[number][0] for number, place in places.items()], default=0)
-
-    def most(living: list[tuple[int, int, int]]) -> int:
-        """Return the most bytes that live at once."""
-        alive = [
-            sum([size for size, first, until in living if first <= at <= until])
-            for at in range(len(steps))
-        ]
-        return max(alive, default=0)
-
-    apart = most([*spans.values(), *others])
-    if total > _TOGETHER or total + most(others) > apart + min(apart // 8, _MORE):
-        return {}, 0
-    return places, total
+    return places, max([place + spans[number][0] for number, place in places.items()], default=0)
 
 
 def _used(step: _Call | _Launch) -> list[int]:
