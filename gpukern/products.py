@@ -6,15 +6,19 @@ together. Of two such numbers' product, tensor cores add up hi hi', and hi lo' +
 float32; lo lo' is below float32's last digit (Ootomo and Yokota, arXiv 2203.03341).
 
 The largest number of a row is scaled to 2¹⁴ to 2¹⁵, so that all digits of numbers down to 2⁻²⁸ of
-it are kept, and 19 down to 2⁻³². Where a row or column has a smaller number, Inf, NaN, or an
-extreme exponent, its tiles of the product are sums of six products of bfloat16
-(`gpukern.precision`). Tensor cores truncate sums, so that few terms are summed there, and such sums
-are added in float32.
+it are kept, and 19 down to 2⁻³². A row with a smaller number, Inf, NaN, or an extreme exponent has
+the upper and the lower bits of its numbers in the places of hi and lo; its tiles of the product are
+sums of six products of bfloat16 (`gpukern.precision`). Tensor cores truncate sums, so that few
+terms are summed there, and such sums are added in float32.
+
+Rows of which products and sums over rows are made have one scale for each block: a product adds up
+few terms at a time, so that the scale may change on the way.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,14 +26,17 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gpukern.launch import Launcher, is_small, kernel_of_any_size, power, wide
+from gpukern.launch import Launcher, is_small, kernel_of_any_size, power, processors, wide
 from gpukern.precision import EMULATED, of_float32
 from gpukern.tape import product
 
 # Rows, columns and terms of a program's tile, its warps and stages.
 _TILE = 128, 128, 64, 8, 3
-# The fewest rows of a part of a sum over rows.
-_ROWS = 2048
+# The most terms that a program adds up, and the fewest.
+_TERMS, _SHORT = 1 << 13, 1 << 7
+#: The rows and columns that share a scale: as many as a product adds at once, and as many as a tile
+#: of a sum over rows has.
+BLOCK = 64, 128
 #: The fewest terms of a product of halves. With fewer, float32's own error is below theirs.
 LEAST = 64
 # The least work of a product that repays splitting its matrices, in multiplications and additions,
@@ -42,11 +49,11 @@ class Halves(NamedTuple):
 
     `halves` (2, batch, slow, fast) have hi and lo in the layout of the matrix, of which `fast` is
     the axis without gaps, 1 or 2. Among the matrices there, those with hi begin at `first`, and
-    those with lo are `low` matrices behind. Every row along the axis of the product's sums has the
-    scale's reciprocal in `scales` (batch, n), or zero where halves lose digits; there the product
-    reads `matrix`, of a shape and steps in memory. The batch has so many `terms` in all: the last
-    matrix may have fewer than its shape says. Without a matrix, halves always serve; without
-    scales too, the left factor of a product has none.
+    those with lo are `low` matrices behind. `scales` have the scales' reciprocals: (batch, n) for
+    every row along the axis of the product's sums, or (1, rows, columns) for every `block`, of so
+    many rows and columns. If `strict`, a reciprocal is zero where halves would lose digits, and hi
+    and lo are bits of float32 there; else halves always serve. Without scales, the left factor of
+    a product has none.
     """
 
     halves: Any
@@ -55,26 +62,35 @@ class Halves(NamedTuple):
     fast: int
     low: int
     first: int = 0
-    matrix: Any = None
-    steps: tuple[int, int, int] = (0, 0, 0)
-    terms: int = 0
+    strict: bool = False
+    block: tuple[int, int] | None = None
 
     def described(self, rows: int, terms: int, along: int) -> TensorDescriptor:
         """Return a descriptor of tiles for a product with sums along an axis."""
         block = [1, rows, terms] if self.fast == along else [1, terms, rows]
         return TensorDescriptor.from_tensor(self.halves.flatten(0, -3), block)
 
+    def scaled(self, along: int) -> tuple[tuple[int, int, int], tuple[int, int]]:
+        """Return steps from scale to scale, by batch, row and term, and the rows and terms of one.
+
+        No terms stand for all.
+        """
+        if self.scales is None:
+            return (0, 0, 0), (1, 0)
+        if self.block is None:
+            return (*self.scales.stride(), 0), (1, 0)
+        (step, row, column), (rows, columns) = self.scales.stride(), self.block
+        both = (step, row, column), (rows, columns)
+        return both if along == 2 else ((step, column, row), (columns, rows))
+
     @property
     def mT(self) -> Halves:
         """The transposed matrices."""
-        (batches, rows, columns), (step, row, column) = self.shape, self.steps
-        matrix = None if self.matrix is None else self.matrix.mT
-        return self._replace(
-            matrix=matrix,
-            shape=(batches, columns, rows),
-            steps=(step, column, row),
-            fast=3 - self.fast,
-        )
+        batches, rows, columns = self.shape
+        found = self._replace(shape=(batches, columns, rows), fast=3 - self.fast)
+        if self.block is None:
+            return found
+        return found._replace(scales=self.scales.mT, block=self.block[::-1])
 
 
 def repay(device: Any, batches: int, M: int, N: int, K: int, ready: bool = False) -> bool:
@@ -132,6 +148,45 @@ def _bits(x):
 
 
 @triton.jit
+def _stored(x, scale, reciprocal, STRICT: tl.constexpr):
+    """Return hi and lo of numbers; if STRICT, their bits where the scale's reciprocal is zero."""
+    if STRICT:
+        serves = reciprocal > 0
+        hi, low = halves_of(tl.where(serves, x, 0.0) * scale)
+        bits = x.to(tl.int32, bitcast=True)
+        upper = (bits >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        lower = bits.to(tl.int16).to(tl.float16, bitcast=True)
+        return tl.where(serves, hi, upper), tl.where(serves, low, lower)
+    else:
+        return halves_of(x * scale)
+
+
+@triton.jit
+def _numbers(hi, low, reciprocal):
+    """Return the numbers that `_stored` has kept."""
+    upper = hi.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    bits = upper | (low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF)
+    serves = reciprocal != 0
+    high = tl.where(serves, hi, 0.0).to(tl.float32)
+    whole = high + tl.where(serves, low, 0.0).to(tl.float32) * (1 / 2048)
+    return tl.where(serves, whole * reciprocal, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def write_block(x, halves, place, there, lo, to_scale):
+    """Write the halves of a block at their places, and the reciprocal of its scale."""
+    bits = _bits(x)
+    largest = tl.max(tl.max(bits, 1), 0)
+    least = tl.min(tl.min(tl.where(bits == 0, 0x7F800000, bits), 1), 0)
+    scale, reciprocal = row_scaling(largest.to(tl.float32, bitcast=True))
+    reciprocal = tl.where(_serve(largest, least), reciprocal, 0.0)
+    tl.store(to_scale, reciprocal)
+    hi, low = _stored(x, scale, reciprocal, True)
+    tl.store(halves + place, hi, mask=there)
+    tl.store(halves + place + lo, low, mask=there)
+
+
+@triton.jit
 def _block(at, step, r, rows, terms, x_term, BT: tl.constexpr):
     """Return a block of terms of rows, with zeros behind the last."""
     k = (step * BT + tl.arange(0, BT)).to(tl.int64)
@@ -140,13 +195,13 @@ def _block(at, step, r, rows, terms, x_term, BT: tl.constexpr):
 
 
 def _split(
-    x, halves, scales, rows, terms, whole, x_batch, x_row, x_term, lo, pitch,
+    x, halves, scales, rows, terms, x_batch, x_row, x_term, lo, pitch,
     UNIT: tl.constexpr, ALIGNED: tl.constexpr, TERMS_FAST: tl.constexpr,
     BR: tl.constexpr, BT: tl.constexpr, STEPS: tl.constexpr, STRICT: tl.constexpr,
 ):  # fmt: skip
     """Write the halves of rows, and the scales' reciprocals.
 
-    If STRICT, rows whose halves lose digits have zeros, as has the reciprocal.
+    If STRICT, rows whose halves lose digits have bits instead, and a reciprocal of zero.
     STEPS of BT terms are given where there is one, and to the interpreter, which can't turn a
     number into a range.
     """
@@ -159,15 +214,12 @@ def _split(
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     r = (tl.program_id(0) % blocks * BR + tl.arange(0, BR)).to(tl.int64)
     at = x + batch * x_batch + r[:, None] * x_row
-    here = tl.minimum(terms, whole - batch * terms)
-    if ALIGNED:
-        here = here // 8 * 8
     value = tl.zeros((BR, BT), tl.float32)
     most = tl.zeros((BR, BT), tl.int32)
     INFINITE: tl.constexpr = 0x7F800000
     least = most + INFINITE
     for step in range(tl.cdiv(terms, BT) if STEPS is None else STEPS):
-        value = _block(at, step, r, rows, here, x_term, BT)
+        value = _block(at, step, r, rows, terms, x_term, BT)
         bits = _bits(value)
         most = tl.maximum(most, bits)
         least = tl.minimum(least, tl.where(bits == 0, INFINITE, bits))
@@ -184,10 +236,8 @@ def _split(
         k = (step * BT + tl.arange(0, BT)).to(tl.int64)
         # A single block is still there.
         if STEPS != 1:
-            value = _block(at, step, r, rows, here, x_term, BT)
-        if STRICT:
-            value = tl.where(reciprocal[:, None] > 0, value, 0.0)
-        hi, low = halves_of(value * scale[:, None])
+            value = _block(at, step, r, rows, terms, x_term, BT)
+        hi, low = _stored(value, scale[:, None], reciprocal[:, None], STRICT)
         if TERMS_FAST:
             place = to + k[None, :]
             there = (r < rows)[:, None] & (k < pitch)[None, :]
@@ -196,6 +246,40 @@ def _split(
             there = (r < pitch)[:, None] & (k < terms)[None, :]
         tl.store(place, hi, mask=there)
         tl.store(place + lo, low, mask=there)
+
+
+def _split_blocks(
+    x, before, functions, halves, scales, sums,
+    rows, columns, width, ahead, x_row, before_row, functions_row, lo, pitch,
+    ALIGNED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Write the halves of rows by blocks, and sums of each block's columns.
+
+    A row has `ahead` numbers of `before`, and then x, times functions that repeat after `width`.
+    """
+    if ALIGNED:
+        columns, width, ahead = columns // 8 * 8, width // 8 * 8, ahead // 8 * 8
+        x_row, before_row = x_row // 8 * 8, before_row // 8 * 8
+        functions_row = functions_row // 8 * 8
+    pitch, lo = pitch // 8 * 8, lo.to(tl.int64) // 8 * 8
+    across = tl.cdiv(columns, BC)
+    along, block = tl.program_id(0) // across, tl.program_id(0) % across
+    r = (along * BR + tl.arange(0, BR)).to(tl.int64)[:, None]
+    c = (block * BC + tl.arange(0, BC))[None, :]
+    inside = (r < rows) & (c < columns)
+    if before is None:
+        value = tl.load(x + r * x_row + c, mask=inside, other=0.0)
+    else:
+        first = tl.load(before + r * before_row + c, mask=inside & (c < ahead), other=0.0)
+        value = tl.load(x + r * x_row + c - ahead, mask=inside & (c >= ahead), other=0.0)
+        value = tl.where(c < ahead, first, value)
+    if functions is not None:
+        value *= tl.load(functions + r * functions_row + c % width, mask=inside, other=0.0)
+    if sums is not None:
+        own = block * BC + tl.arange(0, BC)
+        tl.store(sums + along * columns + own, tl.sum(value, 0), mask=own < columns)
+    place, there = r * pitch + c, (r < rows) & (c < pitch)
+    write_block(value, halves, place, there, lo, scales + tl.program_id(0))
 
 
 def _halve(x, halves, most, scales, size, lo, BLOCK: tl.constexpr):
@@ -223,32 +307,49 @@ def _tile(halves, batch, n, k, R: tl.constexpr, BK: tl.constexpr, FAST: tl.const
         return halves.load([batch, k, n]).reshape(BK, R).T
 
 
+@triton.jit
+def _scale_of(
+    scales, row, term, rows, terms, by_row, by_term, ROWS: tl.constexpr, TERMS: tl.constexpr,
+):  # fmt: skip
+    """Return the reciprocals of rows' scales for a term, and behind the last row or term ones."""
+    at = scales + row // ROWS * by_row + term // TERMS * by_term
+    return tl.load(at, mask=(row < rows) & (term < terms), other=1.0)
+
+
+@triton.jit
+def _least_scale(
+    scales, row, term, rows, terms, by_row, by_term,
+    ROWS: tl.constexpr, TERMS: tl.constexpr, TILE: tl.constexpr, MANY: tl.constexpr,
+):  # fmt: skip
+    """Return the least reciprocal of a tile's scales, from a term on."""
+    r = row + tl.arange(0, TILE // ROWS)[:, None] * ROWS
+    k = term + tl.arange(0, MANY)[None, :] * TERMS
+    found = _scale_of(scales, r, k, rows, terms, by_row, by_term, ROWS, TERMS)
+    return tl.min(tl.min(found, 1), 0)
+
+
 @kernel_of_any_size
 def _multiply(
-    a_halves, b_halves, a, b, a_scales, b_scales, out, bias, most,
-    M, N, K, whole, a_first, a_lo, b_first, b_lo,
-    a_batch, a_row, a_column, b_batch, b_row, b_column, out_batch, out_row, out_column,
-    a_scale_batch, a_scale_row, b_scale_batch, b_scale_row, factor,
-    A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, ALIGNED: tl.constexpr,
-    A_FAST: tl.constexpr, B_FAST: tl.constexpr, STEPS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    ADD: tl.constexpr, PARTS: tl.constexpr, OTHERWISE: tl.constexpr,
+    a_halves, b_halves, a_scales, b_scales, out, bias, most,
+    M, N, K, terms, a_first, a_lo, b_first, b_lo, out_batch, out_row, out_column,
+    a_scale_batch, a_scale_row, a_scale_term, b_scale_batch, b_scale_row, b_scale_term, factor,
+    OUT_UNIT: tl.constexpr, ALIGNED: tl.constexpr, A_FAST: tl.constexpr, B_FAST: tl.constexpr,
+    STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr, OTHERWISE: tl.constexpr,
+    A_ROWS: tl.constexpr, A_TERMS: tl.constexpr, B_ROWS: tl.constexpr, B_TERMS: tl.constexpr,
+    MANY: tl.constexpr,
 ):  # fmt: skip
     """Write, or add, the products of split matrices, times a factor, plus a bias of columns.
 
-    A_FAST and B_FAST tell whether the terms' axis is the one without gaps. Without `a` and `b`,
-    halves always serve; else OTHERWISE is the precision of products where they don't. If PARTS, the
+    A_FAST and B_FAST tell whether the terms' axis is the one without gaps. A scale of A_ROWS rows
+    serves A_TERMS terms, or all, and no more than MANY scales serve a program's terms. OTHERWISE is
+    the precision of products where halves don't serve; they always do if it is None. If PARTS, the
     batch has parts of one product, of K terms each. `most` gets the bits of each product's largest
     magnitude, if they exceed what is there.
     """
-    a_batch, a_row, a_column = strides(a_batch, a_row, a_column, A_UNIT, ALIGNED)
-    b_batch, b_row, b_column = strides(b_batch, b_row, b_column, B_UNIT, ALIGNED)
     out_batch, out_row, out_column = strides(out_batch, out_row, out_column, OUT_UNIT, ALIGNED)
     if ALIGNED:
         M, N = M // 8 * 8, N // 8 * 8
-        # Without matrices only the result is known to have eights.
-        if OTHERWISE is not None:
-            K = K // 8 * 8
     across, along = tl.cdiv(N, BN), tl.cdiv(M, BM)
     tile = tl.program_id(0) % (across * along)
     member = tl.program_id(0) // (across * along)
@@ -261,24 +362,52 @@ def _multiply(
     n_first = within // size * BN
     m = (m_first + tl.arange(0, BM)).to(tl.int64)
     n = (n_first + tl.arange(0, BN)).to(tl.int64)
+    begin = 0
+    if PARTS:
+        begin = member * K
+    else:
+        a_first += member
+        b_first += member
     by_row = tl.full((BM,), 1.0, tl.float32)
-    if a_scales is not None:
-        by_row = tl.load(a_scales + batch * a_scale_batch + m * a_scale_row, mask=m < M, other=1.0)
-    by_column = tl.load(b_scales + batch * b_scale_batch + n * b_scale_row, mask=n < N, other=1.0)
+    by_column = tl.full((BN,), 1.0, tl.float32)
+    # A scale of many rows is one number for the tile.
+    a_row = m[:, None] if A_ROWS < BM else m_first
+    b_row = n[None, :] if B_ROWS < BN else n_first
+    if A_TERMS > 0:
+        least = _least_scale(
+            a_scales, m_first, begin, M, terms, a_scale_row, a_scale_term,
+            A_ROWS, A_TERMS, BM, MANY,
+        )  # fmt: skip
+    else:
+        if a_scales is not None:
+            a_scales += batch * a_scale_batch + m * a_scale_row
+            by_row = tl.load(a_scales, mask=m < M, other=1.0)
+        least = tl.min(by_row, 0)
+    if B_TERMS > 0:
+        least_of_b = _least_scale(
+            b_scales, n_first, begin, N, terms, b_scale_row, b_scale_term,
+            B_ROWS, B_TERMS, BN, MANY,
+        )  # fmt: skip
+    else:
+        b_scales += batch * b_scale_batch + n * b_scale_row
+        by_column = tl.load(b_scales, mask=n < N, other=1.0)
+        least_of_b = tl.min(by_column, 0)
     total = tl.zeros((BM, BN), tl.float32)
     serves = True
     if OTHERWISE is not None:
-        serves = (tl.min(by_row, 0) > 0) & (tl.min(by_column, 0) > 0)
+        serves = (least > 0) & (least_of_b > 0)
     if serves:
-        small = factor * (1 / 2048)
-        begin = 0
-        if PARTS:
-            begin = member * K
-        else:
-            a_first += member
-            b_first += member
         for step in range(tl.cdiv(K, BK) if STEPS is None else STEPS):
             k = begin + step * BK
+            by = factor
+            if A_TERMS > 0:
+                by *= _scale_of(
+                    a_scales, a_row, k, M, terms, a_scale_row, a_scale_term, A_ROWS, A_TERMS
+                )
+            if B_TERMS > 0:
+                by *= _scale_of(
+                    b_scales, b_row, k, N, terms, b_scale_row, b_scale_term, B_ROWS, B_TERMS
+                )
             a_high = _tile(a_halves, a_first, m_first, k, BM, BK, A_FAST)
             b_high = _tile(b_halves, b_first, n_first, k, BN, BK, B_FAST)
             a_low = _tile(a_halves, a_first + a_lo, m_first, k, BM, BK, A_FAST)
@@ -286,19 +415,33 @@ def _multiply(
             # Tensor cores truncate sums: without the factors, the compiler would have them add up.
             low = tl.dot(a_high, b_low.T)
             low = tl.dot(a_low, b_high.T, low)
-            total += low * small
-            total += tl.dot(a_high, b_high.T) * factor
+            total += low * (by * (1 / 2048))
+            total += tl.dot(a_high, b_high.T) * by
         total *= by_row[:, None] * by_column[None, :]
     else:
         if OTHERWISE is not None:
-            here = tl.minimum(K, whole - batch * K)
-            for step in range(tl.cdiv(K, BK) if STEPS is None else STEPS):
-                k = (step * BK + tl.arange(0, BK)).to(tl.int64)
-                from_a = a + batch * a_batch + m[:, None] * a_row + k[None, :] * a_column
-                from_b = b + batch * b_batch + k[:, None] * b_row + n[None, :] * b_column
-                left = tl.load(from_a, mask=(m < M)[:, None] & (k < here)[None, :], other=0.0)
-                right = tl.load(from_b, mask=(k < here)[:, None] & (n < N)[None, :], other=0.0)
-                total = tl.dot(left, right, total, OTHERWISE)
+            # Such tiles are few: stages would take shared memory from the parts of float32.
+            for step in tl.range(0, tl.cdiv(K, BK) if STEPS is None else STEPS, num_stages=1):
+                k = begin + step * BK
+                of_a = by_row[:, None]
+                of_b = by_column[:, None]
+                if A_TERMS > 0:
+                    of_a = _scale_of(
+                        a_scales, m[:, None], k, M, terms, a_scale_row, a_scale_term,
+                        A_ROWS, A_TERMS,
+                    )  # fmt: skip
+                if B_TERMS > 0:
+                    of_b = _scale_of(
+                        b_scales, n[:, None], k, N, terms, b_scale_row, b_scale_term,
+                        B_ROWS, B_TERMS,
+                    )  # fmt: skip
+                a_high = _tile(a_halves, a_first, m_first, k, BM, BK, A_FAST)
+                a_low = _tile(a_halves, a_first + a_lo, m_first, k, BM, BK, A_FAST)
+                b_high = _tile(b_halves, b_first, n_first, k, BN, BK, B_FAST)
+                b_low = _tile(b_halves, b_first + b_lo, n_first, k, BN, BK, B_FAST)
+                left = _numbers(a_high, a_low, of_a)
+                right = _numbers(b_high, b_low, of_b)
+                total = tl.dot(left, right.T, total, OTHERWISE)
             total *= factor
     to = out + batch * out_batch + m[:, None] * out_row + n[None, :] * out_column
     inside = (m < M)[:, None] & (n < N)[None, :]
@@ -321,8 +464,14 @@ def _splitter(aligned: bool) -> Launcher:
 
 
 @functools.cache
+def _block_splitter(aligned: bool) -> Launcher:
+    names = ("x", "before", "functions") if aligned else ()
+    return Launcher(kernel_of_any_size(_split_blocks, ("halves", *names)), 8)
+
+
+@functools.cache
 def _launcher(aligned: bool, warps: int, stages: int) -> Launcher:
-    names = ("a", "b", "out") if aligned else ()
+    names = ("out",) if aligned else ()
     return Launcher(kernel_of_any_size(_multiply.fn, names), warps, stages=stages)
 
 
@@ -342,19 +491,14 @@ def in_vectors(*matrices: Any) -> bool:
     )
 
 
-def split(matrix: Any, along: int, parts: int = 1, strict: bool = True) -> Halves:
+def split(matrix: Any, along: int, strict: bool = True) -> Halves:
     """Split matrices (batch, rows, columns) for a product with sums along an axis.
 
-    The sums of a single matrix may be split into parts, which become a batch. If not `strict`,
-    halves serve for all rows: they lose digits of numbers below 2⁻²⁸ of a row's largest.
+    If not `strict`, halves serve for all rows: they lose digits of numbers below 2⁻²⁸ of a row's
+    largest.
     """
     x = matrix if along == 2 else matrix.mT
     batches, rows, terms = x.shape
-    step, row, term = x.stride()
-    whole = batches * terms
-    if parts > 1:
-        terms = -(-terms // parts // 8) * 8
-        batches, step = -(-whole // terms), terms * term
     terms_fast = unit_of(x) != 0
     slow, fast = (rows, terms) if terms_fast else (terms, rows)
     pitch = -(-fast // 8) * 8
@@ -365,18 +509,44 @@ def split(matrix: Any, along: int, parts: int = 1, strict: bool = True) -> Halve
     BR = max(16 if not terms_fast else 4, 8192 // BT)
     if BT > 1024:
         BR, BT = (4, 1024) if terms_fast else (32, 128)
-    numbers = rows, terms, whole, step, row, term, halves.stride(0), pitch
+    numbers = rows, terms, *x.stride(), halves.stride(0), pitch
     steps = -(-terms // BT)
     steps = steps if steps == 1 or not x.is_cuda else None
     constants = unit_of(x), in_vectors(x), terms_fast, BR, BT, steps, strict
     key = x.device, wide(*numbers), *constants
     programs = batches * -(-rows // BR)
     _splitter(in_vectors(x))(programs, key, x, halves, scales, *numbers, *constants)
-    shape, by = (batches, rows, terms), (step, row, term)
-    if along == 1:
-        shape, by = (batches, terms, rows), (step, term, row)
     fast_axis = along if terms_fast else 3 - along
-    return Halves(halves, scales, shape, fast_axis, batches, 0, matrix, by, whole)
+    return Halves(halves, scales, tuple(matrix.shape), fast_axis, batches, strict=strict)
+
+
+def split_blocks(
+    matrix: Any, before: Any = None, functions: Any = None, sums: Any = None
+) -> Halves:
+    """Split rows, by blocks, for products and for sums over rows.
+
+    A row may have columns of another matrix `before` it. It may be multiplied by functions, a
+    matrix whose columns repeat. `sums` (blocks of rows, columns) get the sums of blocks of rows.
+    """
+    rows, ahead = len(matrix), 0 if before is None else before.shape[1]
+    columns = ahead + matrix.shape[1]
+    matrix, before, functions = (
+        x if x is None or x.stride(1) == 1 else x.contiguous() for x in (matrix, before, functions)
+    )
+    pitch = -(-columns // 8) * 8
+    halves = torch.empty((2, 1, rows, pitch), dtype=torch.float16, device=matrix.device)
+    shape = [-(-n // size) for n, size in zip((rows, columns), BLOCK, strict=True)]
+    scales = torch.empty((1, *shape), dtype=torch.float32, device=matrix.device)
+    aligned = in_vectors(*[x[None] for x in (matrix, before, functions) if x is not None])
+    width = columns if functions is None else functions.shape[1]
+    steps = [0 if x is None else x.stride(0) for x in (matrix, before, functions)]
+    numbers = rows, columns, width, ahead, *steps, halves.stride(0), pitch
+    arrays = matrix, before, functions, halves, scales, sums
+    constants = aligned, *BLOCK
+    kinds = tuple([array is None for array in arrays])
+    key = matrix.device, kinds, wide(*numbers), *constants
+    _block_splitter(aligned)(shape[0] * shape[1], key, *arrays, *numbers, *constants)
+    return Halves(halves, scales, (1, rows, columns), 2, 1, strict=True, block=BLOCK)
 
 
 def split_by_most(matrix: Any, most: Any) -> Halves:
@@ -413,23 +583,24 @@ def multiply_halves(
     The bits of each product's largest magnitude are written to `most`, if they exceed its own.
     """
     (batches, M, K), N = left.shape, right.shape[2]
-    a, b = left.matrix, right.matrix
-    kept = a is not None and b is not None
-    aligned = in_vectors(*((a, b, out) if kept else (out,)))
+    aligned = in_vectors(out)
     BM, BN, BK, warps, stages = _TILE
+    terms = K
     if parts > 1:
         batches, K = parts, -(-K // (parts * BK)) * BK
-    numbers = M, N, K, left.terms, left.first, left.low, right.first, right.low
-    numbers += *left.steps, *right.steps, *out.stride()
-    for scales in (left.scales, right.scales):
-        step, row = (0, 0) if scales is None else scales.stride()
-        numbers += 0 if parts > 1 else step, row
-    units = (unit_of(a), unit_of(b)) if kept else (None, None)
+    (a_steps, of_a), (b_steps, of_b) = left.scaled(2), right.scaled(1)
+    if parts > 1:
+        a_steps, b_steps = (0, *a_steps[1:]), (0, *b_steps[1:])
+    numbers = M, N, K, terms, left.first, left.low, right.first, right.low
+    numbers += *out.stride(), *a_steps, *b_steps
     steps = None if out.is_cuda else -(-K // BK)
-    constants = *units, unit_of(out), aligned, left.fast == 2, right.fast == 1, steps
-    otherwise = None if not kept else EMULATED if out.is_cuda else "ieee"
-    constants += BM, BN, BK, 8, add, parts > 1, otherwise
-    arrays = left.described(BM, BK, 2), right.described(BN, BK, 1), a, b
+    strict = left.strict or right.strict
+    otherwise = None if not strict else EMULATED if out.is_cuda else "ieee"
+    # At least as many as a program's terms have, whichever side of a block they are.
+    many = power(-(-K // min(BLOCK))) if left.block or right.block else 1
+    constants = unit_of(out), aligned, left.fast == 2, right.fast == 1, steps, BM, BN, BK, 8
+    constants += add, parts > 1, otherwise, *of_a, *of_b, many
+    arrays = left.described(BM, BK, 2), right.described(BN, BK, 1)
     arrays += left.scales, right.scales, out, bias, most
     kinds = tuple([array is None for array in arrays])
     key = out.device, kinds, out.dtype, wide(*numbers), *constants
@@ -437,60 +608,94 @@ def multiply_halves(
     _launcher(aligned, warps, stages)(programs, key, *arrays, *numbers, factor, *constants)
 
 
+def parts_of(device: Any, M: int, N: int, K: int) -> int:
+    """Return the parts of a sum over very many terms, for rounds of all multiprocessors."""
+    many, tiles = processors(device), -(-M // _TILE[0]) * -(-N // _TILE[1])
+    rounds = -(-K * tiles // (_TERMS * many))
+    return max(1, min(rounds * many // tiles, K // _SHORT))
+
+
 class Factor:
-    """A factor of products, and its halves for sums along an axis, once they are asked for."""
+    """A factor of products, and its halves, once they are asked for.
 
-    def __init__(self, matrix: Any) -> None:
-        self.matrix = matrix
-        self._halves: dict[tuple[int, int], Halves] = {}
+    The matrix may have columns of another `before` it, or be multiplied by functions whose columns
+    repeat; then `made` returns the result for products that aren't made of halves.
+    """
 
-    def halves(self, along: int, parts: int = 1) -> Halves:
-        found = self._halves.get((along, parts))
-        if found is None:
-            found = self._halves[along, parts] = split(self.matrix[None], along, parts)
-        return found
+    def __init__(
+        self,
+        matrix: Any,
+        before: Any = None,
+        functions: Any = None,
+        made: Callable[[], Any] | None = None,
+    ) -> None:
+        self._given = matrix, before, functions
+        self._made = made if made is None else functools.cache(made)
+        self._halves: Halves | None = None
+        self._sums: Any = None
+        self.dtype, self.device, rows = matrix.dtype, matrix.device, len(matrix)
+        self.shape = rows, matrix.shape[1] + (0 if before is None else before.shape[1])
+
+    @property
+    def matrix(self) -> Any:
+        return self._given[0] if self._made is None else self._made()
+
+    @property
+    def halves(self) -> Halves:
+        if self._halves is None:
+            rows, columns = self.shape
+            self._sums = self._given[0].new_empty(-(-rows // BLOCK[0]), columns)
+            self._halves = split_blocks(*self._given, self._sums)
+        return self._halves
+
+    def keep(self, halves: Any, scales: Any) -> None:
+        """Take halves by blocks that are written otherwise."""
+        self._halves = Halves(halves, scales, (1, *self.shape), 2, 1, strict=True, block=BLOCK)
+
+    def sum(self, out: Any) -> None:
+        """Write the sum of rows."""
+        torch.sum(self.matrix if self._sums is None else self._sums, 0, out=out)
 
 
 def multiply(out: Any, a: Factor, b: Any, precision: str, shift: Any = None) -> None:
-    """Write a @ b, plus a shift: `out` itself, or a bias of columns."""
-    rows = a.matrix
-    if precision == "bf16" and rows.dtype == torch.float32:
-        rows, b = rows.bfloat16(), b.bfloat16()
+    """Write a @ b, plus a shift, a bias of columns."""
+    if precision == "bf16" and a.dtype == torch.float32:
+        rows, b = a.matrix.bfloat16(), b.bfloat16()
         # torch multiplies into another dtype on CUDA only.
         found = torch.mm(rows, b, out_dtype=out.dtype) if b.is_cuda else rows.float() @ b.float()
         if shift is None:
             out.copy_(found)
         else:
             torch.add(shift, found, out=out)
-    elif _is_split(precision, rows, b):
-        add, bias = shift is out, None
-        if shift is not None and not add:
-            bias = shift.contiguous()
-        multiply_halves(a.halves(2), split(b[None], 1), out[None], add=add, bias=bias)
+    elif _is_split(precision, a, a.shape[0], b.shape[1], a.shape[1]):
+        bias = None if shift is None else shift.contiguous()
+        multiply_halves(a.halves, split(b[None], 1), out[None], bias=bias)
     elif shift is None:
-        product(precision == "tf32", torch.mm, rows, b, out=out)
+        product(precision == "tf32", torch.mm, a.matrix, b, out=out)
     else:
-        product(precision == "tf32", torch.addmm, shift, rows, b, out=out)
+        product(precision == "tf32", torch.addmm, shift, a.matrix, b, out=out)
 
 
 def sum_over_rows(a: Factor, b: Factor, precision: str) -> Any:
     """Return aᵀ @ b, a sum over many rows."""
-    x, y = a.matrix.T, b.matrix
-    if not _is_split(precision, x, y):
-        out = x.new_empty(x.shape[0], y.shape[1])
-        multiply(out, Factor(x), y, precision)
+    (K, M), N = a.shape, b.shape[1]
+    if not sums_halves(a, b, precision):
+        out = b.matrix.new_empty(M, N)
+        multiply(out, Factor(a.matrix.T), b.matrix, precision)
         return out
-    parts = max(1, x.shape[1] // _ROWS)
-    left, right = a.halves(1, parts), b.halves(1, parts)
-    sums = x.new_empty(left.shape[0], x.shape[0], y.shape[1])
-    multiply_halves(left.mT, right, sums)
+    parts = parts_of(a.device, M, N, K)
+    sums = torch.empty((parts, M, N), dtype=torch.float32, device=a.device)
+    multiply_halves(a.halves.mT, b.halves, sums, parts=parts)
     return sums.sum(0)
 
 
-def _is_split(precision: str, a: Any, b: Any) -> bool:
-    """Return whether a product is made of halves of float16."""
+def sums_halves(a: Factor, b: Factor, precision: str) -> bool:
+    """Return whether a sum over rows is made of halves."""
+    return _is_split(precision, a, a.shape[1], b.shape[1], a.shape[0])
+
+
+def _is_split(precision: str, a: Factor, M: int, N: int, K: int) -> bool:
+    """Return whether a product is made of halves."""
     if precision != "float32" or a.dtype != torch.float32:
         return False
-    return of_float32(a.device) == EMULATED and repay(
-        a.device, 1, a.shape[0], b.shape[1], a.shape[1]
-    )
+    return of_float32(a.device) == EMULATED and repay(a.device, 1, M, N, K)

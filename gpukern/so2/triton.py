@@ -23,7 +23,15 @@ from fusedops._frame.check import promoted
 from fusedops._frame.registry import register
 from fusedops.so2.op import columns, orders, rows_by_degree, weights_of
 from gpukern.launch import Launcher, kernel_of_any_size, power, wide
-from gpukern.products import Factor, multiply, sum_over_rows
+from gpukern.products import (
+    BLOCK,
+    Factor,
+    in_vectors,
+    multiply,
+    sum_over_rows,
+    sums_halves,
+    write_block,
+)
 
 # Numbers that a program of the scaling takes, the most channels of a gate's, and warps.
 _NUMBERS, _CHANNELS, _WARPS = 512, 128, 4
@@ -51,38 +59,63 @@ def _scale(
     tl.store(out + e * (M * C) + at, (value * factor).to(out.dtype.element_ty), mask=live)
 
 
-@kernel_of_any_size
 def _unscale(
-    dscaled, x, radial, dx, dradial, blocks, x_edge, radial_edge,
+    dscaled, x, radial, dx, dradial, halves, scales, edges, x_edge, radial_edge, lo,
     C: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr, M: tl.constexpr, R: tl.constexpr,
-    SIZE: tl.constexpr, FLOAT: tl.constexpr, ROWS: tl.constexpr, FUNCTIONS: tl.constexpr,
+    BE: tl.constexpr, BC: tl.constexpr, FLOAT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    e = (tl.program_id(0) // blocks).to(tl.int64)
-    at = (tl.program_id(0) % blocks) * SIZE + tl.arange(0, SIZE)
-    live = at < R * C
-    function = at // C
-    plus = function
-    apart = function * 0
+    """Pull back through the scaling, a block of edges and of one order's functions in a program.
+
+    The halves of the scaled messages are written by blocks. `dx` may be the memory of `dscaled`.
+    """
+    blocks = 0
+    for m in tl.static_range(MMAX + 1):
+        blocks += ((LMAX + 1 - m) * C + BC - 1) // BC
+    block = tl.program_id(0) % blocks
+    e = (tl.program_id(0) // blocks).to(tl.int64) * BE + tl.arange(0, BE)[:, None]
+    # Where the order begins among blocks, numbers of messages and functions, and its functions.
+    first = 0
+    start = 0
+    function = 0
+    width = (LMAX + 1) * C
+    passed = 0
     for m in tl.static_range(1, MMAX + 1):
-        start = (2 * m - 1) * (LMAX + 1) - m * (m - 1)
-        first = m * (LMAX + 1) - m * (m - 1) // 2
-        plus = tl.where(function >= first, start + function - first, plus)
-        apart = tl.where(function >= first, LMAX + 1 - m, apart)
-    two = live & (apart > 0)
-    plus = plus * C + at % C
-    minus = plus + apart * C
-    h = tl.load(dscaled + e * (M * C) + plus, mask=live, other=0.0).to(FLOAT)
-    k = tl.load(dscaled + e * (M * C) + minus, mask=two, other=0.0).to(FLOAT)
-    if ROWS:
-        factor = tl.load(radial + e * radial_edge + at, mask=live, other=0.0).to(FLOAT)
-        to = dx + e * (M * C)
-        tl.store(to + plus, (h * factor).to(dx.dtype.element_ty), mask=live)
-        tl.store(to + minus, (k * factor).to(dx.dtype.element_ty), mask=two)
-    if FUNCTIONS:
-        one = tl.load(x + e * x_edge + plus, mask=live, other=0.0).to(FLOAT)
-        other = tl.load(x + e * x_edge + minus, mask=two, other=0.0).to(FLOAT)
-        total = (h * one + k * other).to(dradial.dtype.element_ty)
-        tl.store(dradial + e * (R * C) + at, total, mask=live)
+        passed += ((LMAX + 2 - m) * C + BC - 1) // BC
+        later = block >= passed
+        first = tl.where(later, passed, first)
+        start = tl.where(later, ((2 * m - 1) * (LMAX + 1) - m * (m - 1)) * C, start)
+        function = tl.where(later, (m * (LMAX + 1) - m * (m - 1) // 2) * C, function)
+        width = tl.where(later, (LMAX + 1 - m) * C, width)
+    if ALIGNED:
+        x_edge, radial_edge = x_edge // 8 * 8, radial_edge // 8 * 8
+        start, function, width = start // 8 * 8, function // 8 * 8, width // 8 * 8
+    c = (block - first) * BC + tl.arange(0, BC)[None, :]
+    live = (e < edges) & (c < width)
+    place = e * (M * C) + start + c
+    factor = tl.load(radial + e * radial_edge + function + c, mask=live, other=0.0).to(FLOAT)
+    total = tl.zeros((BE, BC), FLOAT)
+    for sign in tl.static_range(2):
+        # Order 0 has no second half.
+        there = live
+        if sign == 1:
+            there = live & (start > 0)
+            place += width
+        if dradial is not None or halves is not None:
+            at = x + e * x_edge + (place - e * (M * C))
+            value = tl.load(at, mask=there, other=0.0).to(FLOAT)
+        h = tl.load(dscaled + place, mask=there, other=0.0).to(FLOAT)
+        if dx is not None:
+            tl.store(dx + place, (h * factor).to(dx.dtype.element_ty), mask=there)
+        if dradial is not None:
+            total += h * value
+        if halves is not None:
+            column = (start + sign * width) // BC + block - first
+            to = scales + (tl.program_id(0) // blocks) * (M * C // BC) + column
+            if sign == 0 or start > 0:
+                write_block(value * factor, halves, place, there, lo // 8 * 8, to)
+    if dradial is not None:
+        to = dradial + e * (R * C) + function + c
+        tl.store(to, total.to(dradial.dtype.element_ty), mask=live)
 
 
 @kernel_of_any_size
@@ -182,7 +215,13 @@ def _gate(
 
 _launch_scale = Launcher(_scale, _WARPS)
 _launch_real = Launcher(_real, _WARPS)
-_launch_unscale = Launcher(_unscale, _WARPS)
+_launch_unscale = {
+    aligned: Launcher(kernel_of_any_size(_unscale, names), 16)
+    for aligned, names in (
+        (False, ("halves",)),
+        (True, ("dscaled", "x", "radial", "dx", "dradial", "halves")),
+    )
+}
 _launch_gate = Launcher(_gate, 1)
 
 
@@ -214,9 +253,16 @@ def _block_of(weight: Any) -> Any:
     return out
 
 
-def _launch(launch: Launcher, edges: int, blocks: int, arrays: Any, integers: Any, *constants: Any):  # type: ignore[no-untyped-def]
+def _launch(
+    launch: Launcher, edges: int, blocks: int, arrays: Any, integers: Any, *constants: Any
+) -> None:
     if edges and blocks:
-        key = arrays[0].device, *[a.dtype for a in arrays], wide(*integers), *constants
+        key = (
+            arrays[0].device,
+            *[a if a is None else a.dtype for a in arrays],
+            wide(*integers),
+            *constants,
+        )
         launch(edges * blocks, key, *arrays, *integers, *constants)
 
 
@@ -240,11 +286,6 @@ def _in_one_dtype(kernel: Callable[[Any, Any], None]) -> Callable[[Any, Any], No
     return run
 
 
-def _factors(rows: Any, parts: list[slice]) -> list[Factor]:
-    """Return the columns of every order."""
-    return [Factor(rows[:, own]) for own in parts]
-
-
 class _Call:
     """A call's arguments as rows of edges, and where orders lie in them."""
 
@@ -258,20 +299,35 @@ class _Call:
         self.inputs = [columns(rows, self.C) for rows, _ in found]
         self.outputs = [columns(rows, self.D) for rows, _ in found]
 
+    @functools.cached_property
     def scaled(self) -> Any:
-        """Return the messages times radial functions."""
-        if self.radial is None:
-            return _flat(self.message)
+        """The messages times radial functions."""
         out = torch.empty_like(self.message, memory_format=torch.contiguous_format)
         scale_messages(self.message, self.radial, out, self.lmax, self.mmax)
         return _flat(out)
 
-    def unscale(self, dscaled: Any, dmessage: Any, dradial: Any) -> None:
-        """Fill the cotangents of messages and radial functions."""
-        # Without a cotangent of radial functions any array stands for the messages.
-        message = dscaled.view(self.message.shape) if dradial is None else self.message
-        given = dscaled, message, self.radial, dmessage, dradial
-        unscale_messages(*given, self.lmax, self.mmax)
+    def parts(self) -> list[Factor]:
+        """Return the messages of every order, times radial functions."""
+        x = _flat(self.message)
+        if self.radial is None:
+            return [Factor(x[:, own]) for own in self.inputs]
+        return [
+            Factor(
+                x[:, own],
+                functions=self.radial[:, columns(functions, self.C)],
+                made=lambda own=own: self.scaled[:, own],  # type: ignore[misc]
+            )
+            for own, (_, functions) in zip(self.inputs, orders(self.lmax, self.mmax), strict=True)
+        ]
+
+    def results(self, dout: Any, dgates: Any) -> list[Factor]:
+        """Return the cotangents of every order's results, and of the gates before the first."""
+        dout = _flat(dout)
+        first, *others = [dout[:, own] for own in self.outputs]
+        found = Factor(first)
+        if dgates is not None:
+            found = Factor(first, dgates, made=lambda: torch.cat([dgates, first], 1))
+        return [found, *[Factor(part) for part in others]]
 
 
 def scale_messages(message: Any, radial: Any, out: Any, lmax: int, mmax: int) -> None:
@@ -284,25 +340,38 @@ def scale_messages(message: Any, radial: Any, out: Any, lmax: int, mmax: int) ->
 
 
 def unscale_messages(
-    dscaled: Any, message: Any, radial: Any, dmessage: Any, dradial: Any, lmax: int, mmax: int
+    dscaled: Any,
+    message: Any,
+    radial: Any,
+    dmessage: Any,
+    dradial: Any,
+    lmax: int,
+    mmax: int,
+    kept: tuple[Any, Any] = (None, None),
 ) -> None:
-    """Fill the cotangents of messages and radial functions, where they aren't None."""
-    x, radial = _flat(message), _rows(radial)
-    wanted = dmessage is not None, dradial is not None
-    arrays = dscaled, x, radial, *(dscaled if d is None else d for d in (dmessage, dradial))
-    blocks = -(-radial.shape[1] // _NUMBERS)
-    integers = blocks, x.stride(0), radial.stride(0)
+    """Fill the cotangents of messages and radial functions, where they aren't None.
+
+    The memory of `dscaled` may get the cotangent of messages. Halves of scaled messages, and their
+    scales, are written where these are `kept`.
+    """
+    x, radial, (_, M, C) = _flat(message), _rows(radial), message.shape
+    edges, (BE, BC) = len(x), BLOCK
+    blocks = sum([-(-(lmax + 1 - m) * C // BC) for m in range(mmax + 1)])
+    arrays = dscaled, x, radial, dmessage, dradial, *kept
+    lo = 0 if kept[0] is None else kept[0].stride(0)
+    integers = edges, x.stride(0), radial.stride(0), lo
+    aligned = in_vectors(*[a.flatten(1)[None] for a in arrays[:5] if a is not None])
     functions = orders(lmax, mmax)[-1][1].stop
-    constants = message.shape[2], lmax, mmax, message.shape[1], functions, _NUMBERS
-    floats = _float(dscaled, x, radial)
-    _launch(_launch_unscale, x.shape[0], blocks, arrays, integers, *constants, floats, *wanted)
+    constants = C, lmax, mmax, M, functions, BE, BC, _float(dscaled, x, radial), aligned
+    programs = -(-edges // BE) * blocks
+    _launch(_launch_unscale[aligned], programs, 1, arrays, integers, *constants)
 
 
 @register("so2_convolution", "triton")
 @_in_one_dtype
 def so2_convolution(a: Any, y: Any) -> None:
     call, G, bias, precision = _Call(a), a.gate_channels, a.bias, a.precision
-    first, *others = _factors(call.scaled(), call.inputs)
+    first, *others = call.parts()
     shifts = (None, None) if bias is None else (bias[:G], bias[G:])
     if y.gates is not None:
         multiply(y.gates, first, a.weight_m0[:G].T, precision, shifts[0])
@@ -318,43 +387,56 @@ def so2_convolution(a: Any, y: Any) -> None:
 @register("so2_convolution_vjp", "triton")
 @_in_one_dtype
 def so2_convolution_vjp(a: Any, y: Any) -> None:
-    call, G, precision, dout = _Call(a), a.gate_channels, a.precision, _flat(a.dout)
-    results = _factors(dout, call.outputs)
-    dgates = None if a.dgates is None else Factor(a.dgates)
-    if y.dbias is not None:
-        torch.sum(results[0].matrix, 0, out=y.dbias[G:])
-        if dgates is not None:
-            torch.sum(dgates.matrix, 0, out=y.dbias[:G])
+    call, precision = _Call(a), a.precision
+    results = call.results(a.dout, a.dgates)
+    parts = call.parts()
     dweights = y[1 : 1 + len(call.weights)]
-    if any([dw is not None for dw in dweights]):
-        _pull_to_weights(call, results, dgates, precision, dweights)
-    if y.dmessage is None and y.dradial is None:
-        return
-    numbers = call.M * call.C
-    if call.radial is None:
-        dparts = y.dmessage.view(y.dmessage.shape[0], numbers)
-    else:
-        dparts = torch.empty((dout.shape[0], numbers), dtype=dout.dtype, device=dout.device)
-    first, *others = [dparts[:, own] for own in call.inputs]
-    multiply(first, results[0], a.weight_m0[G:], precision)
-    if dgates is not None:
-        multiply(first, dgates, a.weight_m0[:G], precision, first)
-    for to, result, weight in zip(others, results[1:], call.weights[1:], strict=True):
-        multiply(to, result, _block_of(weight), precision)
-    if call.radial is not None:
-        call.unscale(dparts, y.dmessage, y.dradial)
+    weighing = any([dweight is not None for dweight in dweights])
+    if y.dmessage is not None or y.dradial is not None:
+        shape = len(a.dout), call.M * call.C
+        if y.dmessage is None:
+            dparts = torch.empty(shape, dtype=a.dout.dtype, device=a.dout.device)
+        else:
+            dparts = y.dmessage.view(shape)
+        first, *others = [dparts[:, own] for own in call.inputs]
+        multiply(first, results[0], a.weight_m0, precision)
+        for to, result, weight in zip(others, results[1:], call.weights[1:], strict=True):
+            multiply(to, result, _block_of(weight), precision)
+        if call.radial is not None:
+            kept = _kept(call, results, parts, precision) if weighing else (None, None)
+            given = dparts, a.message, call.radial, y.dmessage, y.dradial, call.lmax, call.mmax
+            unscale_messages(*given, kept)
+    if weighing:
+        _pull_to_weights(results, parts, precision, dweights)
+    if y.dbias is not None:
+        results[0].sum(y.dbias)
+
+
+def _kept(
+    call: _Call, results: list[Factor], parts: list[Factor], precision: str
+) -> tuple[Any, Any]:
+    """Return memory for halves of the scaled messages, and their scales, which parts then have.
+
+    There is none where blocks of channels don't begin with orders, or halves don't serve all.
+    """
+    pairs = zip(results, parts, strict=True)
+    if call.C % BLOCK[1] or not all([sums_halves(*pair, precision) for pair in pairs]):
+        return None, None
+    edges, x = len(call.message), _flat(call.message)
+    halves = x.new_empty(2, 1, *x.shape, dtype=torch.float16)
+    scales = x.new_empty(1, -(-edges // BLOCK[0]), x.shape[1] // BLOCK[1])
+    for part, own in zip(parts, call.inputs, strict=True):
+        some = slice(own.start // BLOCK[1], own.stop // BLOCK[1])
+        part.keep(halves[..., own], scales[..., some])
+    return halves, scales
 
 
 def _pull_to_weights(
-    call: _Call, results: list[Factor], dgates: Factor | None, precision: str, dweights: Any
+    results: list[Factor], parts: list[Factor], precision: str, dweights: Any
 ) -> None:
     """Fill the cotangents of weights."""
-    parts = _factors(call.scaled(), call.inputs)
     if dweights[0] is not None:
-        G = 0 if dgates is None else dgates.matrix.shape[1]
-        dweights[0][G:].copy_(sum_over_rows(results[0], parts[0], precision))
-        if dgates is not None:
-            dweights[0][:G].copy_(sum_over_rows(dgates, parts[0], precision))
+        dweights[0].copy_(sum_over_rows(results[0], parts[0], precision))
     for dweight, result, part in zip(dweights[1:], results[1:], parts[1:], strict=True):
         if dweight is None:
             continue

@@ -13,7 +13,15 @@ import torch
 
 from gpukern.launch import processors
 from gpukern.precision import EMULATED
-from gpukern.products import Halves, in_vectors, multiply_halves, repay, split, unit_of
+from gpukern.products import (
+    Halves,
+    in_vectors,
+    multiply_halves,
+    parts_of,
+    repay,
+    split,
+    unit_of,
+)
 from gpukern.tape import product
 from gpukern.trimul import kernels
 from gpukern.trimul.plan import Update, ceil, launch, up
@@ -22,8 +30,6 @@ from gpukern.trimul.plan import Update, ceil, launch, up
 SPLIT = 64
 # The fewest rows of a batch, and the fewest if else the GPU had too few programs.
 LONG, _SHORT = 1 << 11, 1 << 7
-# The most terms that a program of a product of halves adds up.
-_TERMS = 1 << 13
 
 
 class Tile(NamedTuple):
@@ -129,12 +135,7 @@ def parts_over_rows(update: Update, a: Any, b: Any) -> list[Any]:
 def sum_of_halves(update: Update, left: Halves, right: Halves) -> Any:
     """Return the product of halves, a sum over very many terms, and a column for a bias behind."""
     (_, M, K), N = left.shape, right.shape[2]
-    # A program has 128 rows and columns.
-    size, many = 128, processors(update.x.device)
-    tiles = ceil(M, size) * ceil(N, size)
-    # A float32 adds up at most so many terms' products, in rounds of all multiprocessors.
-    rounds = ceil(K * tiles, _TERMS * many)
-    parts = max(1, min(rounds * many // tiles, K // _SHORT))
+    parts = parts_of(update.x.device, M, N, K)
     sums = update.new(parts, M, N)
     multiply_halves(left, right, sums, parts=parts)
     total = update.new(1, M, up(N + 1))
