@@ -10,10 +10,11 @@ import torch
 
 from fusedops.trimul.op import Weights, slices
 from gpukern.launch import power, processors
-from gpukern.products import Halves, multiply_halves, split, split_by_most
+from gpukern.products import Halves, multiply_halves, split_by_most
 from gpukern.tape import product
 from gpukern.trimul import kernels
 from gpukern.trimul.forward import (
+    SideScales,
     bound_rows,
     end_rows,
     normalized,
@@ -50,18 +51,24 @@ from gpukern.trimul.products import (
 _ALONE = 128
 # The most edges and channels of a program of `sides_back`.
 _SIDES_TILE = 64
-# The most parts of a norm's cotangents that a kernel of ours adds up.
-_PARTS = 1 << 10
+# The most parts of a norm's cotangents that a kernel of ours adds up, and its columns at once.
+_PARTS, _COLUMNS = 1 << 12, 16
 
 
 class Parts(NamedTuple):
-    """Parts of the cotangents of norms, and of weights with their biases, to be summed."""
+    """Parts of the cotangents of norms and of weights, to be summed.
+
+    Parts of biases stand behind weights' rows, or are given by projection and gate, and by the last
+    gate and the end.
+    """
 
     norm: Any = None
     norm_out: Any = None
     sides: Any = None
     opened: Any = None
     end: Any = None
+    biases: Any = None
+    end_biases: Any = None
 
 
 def triangle_multiplicative_update_vjp(a: Any, y: Any) -> None:
@@ -96,8 +103,8 @@ def triangle_multiplicative_update_vjp(a: Any, y: Any) -> None:
         parts = through_norm(*sums, scaling, update.weights, dweights)
         sum_parts(update, parts, None, dweights)
     else:
-        dpairs, dopen, dnorm, dend, dnorm_out = sums
-        parts = Parts(dnorm, dnorm_out, dpairs, dopen, dend)
+        dpairs, dopen, dnorm, dend, dnorm_out, *biases = sums
+        parts = Parts(dnorm, dnorm_out, dpairs, dopen, dend, *biases)
         sum_parts(update, parts, scaling, dweights)
 
 
@@ -188,7 +195,7 @@ class _Halved(NamedTuple):
     `planes` (2, 4 H + G, N, pitch) have left, right and logits by `scales`, whose reciprocals are
     `backs`, and then the cotangents of these and of the last gate's logits by scales whose
     `reciprocals` are written. `most` has the bits of the largest magnitudes by channel, of the
-    cotangents of o, of left and of right.
+    cotangents of o, of left and of right, and at last of the output's.
     """
 
     planes: Any
@@ -205,7 +212,7 @@ class _Halved(NamedTuple):
             update.new(4 * H),
             update.new(4 * H),
             update.new(rows),
-            update.new(3, H, dtype=torch.int32).zero_(),
+            update.new(3 * H + 1, dtype=torch.int32),
         )
 
     def sides(self) -> tuple[Any, Any]:
@@ -213,12 +220,6 @@ class _Halved(NamedTuple):
         H = len(self.scales) // 4
         sides, logits = (self.planes[:, i : i + 2 * H].unflatten(1, (2, H)) for i in (0, 2 * H))
         return sides, logits
-
-    def bound_sides(self, update: Update, most: Any) -> None:
-        """Write scales of left and right, whose mask has a largest magnitude."""
-        w, H = update.weights, update.H
-        norm, scales = (w.norm_in_weight, w.norm_in_bias), self.scales[: 2 * H]
-        bound_rows(update, w.p_in_weight, w.p_in_bias, *norm, most, scales, self.backs[: 2 * H])
 
     def rows(self) -> Halves:
         """Return cotangents as a matrix with a row for each plane."""
@@ -233,43 +234,50 @@ def _back_by_halves(
 
     Only the cotangent of o is split after it is written, as its scales are known no earlier.
     """
-    N, C, H, pitch, w = update.N, update.C, update.H, update.pitch, update.weights
+    N, C, H, pitch = update.N, update.C, update.H, update.pitch
     x, mask = update.edges(b, ALL)
     halved = _Halved.of(update)
     mask_most = None if mask is None else mask.abs().amax().float()
-    norm = w.norm_in_weight, w.norm_in_bias
-    halved.bound_sides(update, mask_most)
-    scales = halved.scales[2 * H :], halved.backs[2 * H :]
-    bound_rows(update, w.g_in_weight, w.g_in_bias, *norm, None, *scales)
+    scales = SideScales(halved.scales, halved.backs, mask_most, halved.most)
     gate = update.gate(1, ALL)
     sides, logits = halved.sides()
-    project(update, x, mask, sides=sides, side_scales=halved.scales, logits=logits, gate=gate)
+    project(update, x, mask, sides=sides, side_scales=scales, logits=logits, gate=gate)
+    of_o, of_sides = halved.most[:H], halved.most[H:-1].view(2, H)
     o, do = _hidden_of(update, b, hidden), update.new(H, N, pitch)
     given = o, gate, dout, do, halved, dx
     rows, inputs, end_biases, dnorm_out = _finish_back_by_halves(update, *given)
     del o, gate, given
     dend = sum_of_halves(update, rows.mT, inputs)
-    dend[0, :, H] = end_biases[update.G :]
     del rows, inputs
-    split_do = split_by_most(do[..., :N], halved.most[0])
+    split_do = split_by_most(do[..., :N], of_o)
     del do
     dsides = update.new(2, H, N, pitch)
     sides = halved.planes, halved.backs[: 2 * H]
-    multiply_halves_back(update, *sides, split_do, dsides, halved.most[1:])
+    multiply_halves_back(update, *sides, split_do, dsides, of_sides)
     del split_do
-    by_bias = _sides_back_by_halves(update, x, mask, mask_most, halved, dsides, dmask)
+    given = mask, mask_most, halved, dsides, of_sides, dmask
+    biases = _sides_back_by_halves(update, x, *given)
     del dsides
     cotangents = halved.rows()
     dxn = update.new(1, N, pitch, C)
-    weight = torch.cat([w.p_in_weight, w.g_in_weight, w.g_out_weight]).float()
-    weight *= halved.reciprocals[:, None]
-    by_weight = split(weight[None], 1, strict=False)
+    by_weight = _halves_of_columns(update, halved.reciprocals)
     multiply_halves(cotangents.mT._replace(scales=None), by_weight, dxn.flatten(1, 2))
     dall = sum_of_halves(update, cotangents, normalized_halves(update, x))
-    torch.sum(by_bias, 0, out=dall[0, : 4 * H, C])
-    dall[0, 4 * H :, C] = end_biases[: update.G]
     dnorm = norm_back(update, x, dxn, None, dx)
-    return dall[:, : 4 * H], dall[:, 4 * H :], dnorm, dend, dnorm_out
+    return dall[:, : 4 * H], dall[:, 4 * H :], dnorm, dend, dnorm_out, biases, end_biases
+
+
+def _halves_of_columns(update: Update, factors: Any) -> Halves:
+    """Return halves of the columns of weights behind the first norm, whose rows have factors."""
+    w, C, rows = update.weights, update.C, len(factors)
+    halves = update.new(2, 1, rows, up(C), dtype=torch.float16)
+    scales = update.new(1, C)
+    BR = power(rows)
+    BC = max(1, (1 << 13) // BR)
+    tensors = w.p_in_weight, w.g_in_weight, w.g_out_weight, factors, halves, scales
+    constants = C, 2 * update.H, update.G, BR, BC, update.types.float
+    launch(kernels.split_columns, ceil(up(C), BC), tensors, (halves.stride(0),), constants, warps=8)
+    return Halves(halves, scales, (1, rows, C), fast=2, low=1)
 
 
 def _back_in_parts(
@@ -436,7 +444,9 @@ def finish_back(
     else:
         dkept, kept = None, update.new(B, L * N, up(update.H + 1))
         to = do, dgate, None if as_given else dp, kept
-    sums = _launch_finish_back(update, o, gate, dout, scaling, *to, up(update.H + 1), dkept=dkept)
+    halved = Halved.of(update, (update.weights.p_out_weight, None))
+    to = halved, *to, up(update.H + 1)
+    sums = _launch_finish_back(update, o, gate, dout, scaling, *to, dkept=dkept)
     return over_rows(update, dp.mT, kept), sums
 
 
@@ -470,18 +480,26 @@ def _finish_back_by_halves(
 ) -> tuple[Halves, Halves, Any, Any]:
     """Write the cotangent of o, and halves of the gate's logits' cotangents.
 
-    Return halves of rows of the last projection's cotangent and of its input, the cotangents of the
-    gate's and the projection's biases, and sums for the norm's weight and bias. `scratch`, an array
-    like x, may be the memory of the projection's cotangent.
+    Return halves of rows of the last projection's cotangent and of its input, parts of the
+    cotangents of the gate's and the projection's biases, and sums for the norm's weight and bias.
+    `scratch`, an array like x, may be the memory of the projection's cotangent.
     """
     (_, L, N, C), H, w = dout.shape, update.H, update.weights
-    most = torch.linalg.vector_norm(dout, torch.inf, dtype=torch.float32)
-    bound = w.p_out_weight, w.p_out_bias, w.norm_out_weight, w.norm_out_bias, most
-    if not update.output:
-        # The cotangent of the last projection's input meets this input.
-        bound = w.p_out_weight.T.contiguous(), None, None, None, most * _most_normalized(update)
+    most, by_row = to.most[3 * H :], {}
+    BLOCK, STEPS = 4096, 4
+    vectors = ("x",) if dout.data_ptr() % 16 == 0 else ()
+    programs = ceil(dout.numel(), BLOCK * STEPS)
+    constants = BLOCK, STEPS
+    launch(kernels.largest, programs, (dout, most), (dout.numel(),), constants, aligned=vectors)
     scales, reciprocals = update.new(update.G), update.new(2, 1)
-    bound_rows(update, *bound, scales, to.reciprocals[4 * H :])
+    room = scales, to.reciprocals[4 * H :]
+    if update.output:
+        by_row = {"norm": (w.norm_out_weight, w.norm_out_bias), "most": most, "scales": room}
+    else:
+        # The cotangent of the last projection's input meets this input.
+        of_input = most.view(torch.float32) * _most_normalized(update)
+        bound_rows(update, w.p_out_weight.T.contiguous(), None, None, None, of_input, *room)
+    halved = Halved.of(update, (w.p_out_weight, w.p_out_bias), **by_row)
     shapes = [(2, 1, L * N, up(width)) for width in (C, H)]
     fits = scratch is not None and scratch.dtype == torch.float32 and is_aligned(scratch)
     if fits and C % 8 == 0:
@@ -490,15 +508,15 @@ def _finish_back_by_halves(
         dp = update.new(*shapes[0], dtype=torch.float16)
     kept, dgate = update.new(*shapes[1], dtype=torch.float16), to.planes[:, 4 * H :]
     by_bias = update.new(L * ceil(N, _end_tile(update)[0]), update.G + C)
-    halves = most, scales, reciprocals, to.most[0], by_bias
+    halves = most, scales, reciprocals, to.most[:H], by_bias
     numbers = to.planes.stride(0), dp.stride(0), kept.stride(0)
-    tensors = do, dgate, dp, kept, up(H), halves, numbers
+    tensors = halved, do, dgate, dp, kept, up(H), halves, numbers
     sums = _launch_finish_back(update, o, gate, dout, None, *tensors)
     rows, inputs = (
         Halves(made, back.expand(1, n), (1, L * N, n), fast=2, low=1)
         for made, back, n in zip((dp, kept), reciprocals, (C, H), strict=True)
     )
-    return rows, inputs, by_bias.sum(0), sums
+    return rows, inputs, by_bias, sums
 
 
 def _most_normalized(update: Update) -> Any:
@@ -516,6 +534,7 @@ def _launch_finish_back(
     gate: Any,
     dout: Any,
     scaling: Any,
+    halved: Halved,
     do: Any,
     dgate: Any,
     dp: Any,
@@ -535,7 +554,6 @@ def _launch_finish_back(
     w = update.weights
     tensors = o, gate, dout, scaling, w.norm_out_weight, w.norm_out_bias
     tensors += w.p_out_weight, w.p_out_bias
-    halved = Halved.of(update, (w.p_out_weight,))
     tensors += do, dgate, dp, kept, sums, halved.halves, halved.scales, *halves, dkept
     numbers = L, N, update.pitch, o.stride(1), do.stride(0), halved.lo, *steps
     how = {"stages": 2, "limited": not update.halved}
@@ -571,16 +589,23 @@ def sides_back(
 
 
 def _sides_back_by_halves(
-    update: Update, x: Any, mask: Any, mask_most: Any, halved: _Halved, dsides: Any, dmask: Any
+    update: Update,
+    x: Any,
+    mask: Any,
+    mask_most: Any,
+    halved: _Halved,
+    dsides: Any,
+    most: Any,
+    dmask: Any,
 ) -> Any:
     """Do the same with planes of halves, and return parts of sums for biases."""
     (sides, logits), by_mask = halved.sides(), None
     if dmask is not None:
-        by_mask = update.new(*x.shape[:3])
-        halved.bound_sides(update, None)
-        project(update, x, None, sides=sides, side_scales=halved.scales)
+        by_mask, rows = update.new(*x.shape[:3]), 2 * update.H
+        scales = SideScales(halved.scales[:rows], halved.backs[:rows])
+        project(update, x, None, sides=sides, side_scales=scales)
     by_bias = update.new(update.N * ceil(update.N, _SIDES_TILE), 4 * update.H)
-    halves = halved.backs, halved.most[1:], mask_most, halved.reciprocals, by_bias
+    halves = halved.backs, most, mask_most, halved.reciprocals, by_bias
     lo = sides.stride(0)
     _launch_sides_back(update, x, mask, sides, logits, dsides, by_mask, halves, lo)
     if by_mask is not None:
@@ -762,8 +787,13 @@ def sum_parts(update: Update, parts: Parts, scaling: Any, dweights: Weights) -> 
     C, H, G = update.C, update.H, update.G
     # One program would take a norm's very many parts one after the other.
     parts = Parts(*[_few(some) for some in parts[:2]], *parts[2:])
-    constants = C, H, G, power(C, 16), power(H, 16), update.types.float
+    weights = parts.sides, parts.opened, parts.end
+    # The numbers of a row, without or with a bias behind.
+    kept, _, kept_end = (0 if some is None else some.shape[2] for some in weights)
+    constants = C, H, G, kept, kept_end, power(C, 16), power(H, 16), _COLUMNS, update.types.float
     numbers = tuple([0 if some is None else len(some) for some in parts])
-    programs = 4 + (0 if parts.sides is None else 4 * H + G) + (0 if parts.end is None else C)
+    numbers += tuple([0 if some is None else some.stride(0) for some in weights])
+    programs = 2 * (ceil(C, _COLUMNS) + ceil(H, _COLUMNS))
+    programs += (0 if parts.sides is None else 4 * H + G) + (0 if parts.end is None else C)
     tensors = *parts, scaling, *dweights
     launch(kernels.sum_parts, programs, tensors, numbers, constants)

@@ -56,6 +56,19 @@ _EXACT = Tile(rows=32, sides=32, gate=32, x=64, warps=4, stages=1)
 _FLOAT64 = _EXACT._replace(x=32)
 
 
+class SideScales(NamedTuple):
+    """Room for scales of the halves of sides, or of sides and their logits, by channel.
+
+    `project` writes them, their reciprocals, and `zeros`, in which kernels behind it find largest
+    magnitudes. `most` is the mask's.
+    """
+
+    scales: Any
+    reciprocals: Any
+    most: Any = None
+    zeros: Any = None
+
+
 def triangle_multiplicative_update(a: Any, y: Any) -> None:
     """Write the update, and o for a backward pass."""
     out, hidden = y
@@ -81,7 +94,7 @@ def triangle_multiplicative_update(a: Any, y: Any) -> None:
             # One launch makes left, right and the gate.
             gate = update.gate(members, ALL, out[b])
             sides = update.new_sides(members * H)
-            scales = side_scales(update, b, update.weights)
+            scales = side_scales(update, b, len(update.weights.p_in_weight))
             project(update, *update.edges(b, ALL), sides=sides, side_scales=scales, gate=gate)
             multiply(update, sides, scales, o, ALL, 2.0**shift)
             del sides
@@ -105,14 +118,14 @@ def project(
     *,
     weights: Weights | None = None,
     sides: Any = None,
-    side_scales: Any = None,
+    side_scales: SideScales | None = None,
     logits: Any = None,
     gate: Any = None,
 ) -> None:
     """Fill the outputs given: planes of sides, the logits of their gates, the last gate.
 
-    The weights may be those of some channels of the sides. With scales, sides and logits are
-    halves.
+    The weights may be those of some channels of the sides. With scales, which it writes, sides and
+    logits are halves.
     """
     B, L, N, C = x.shape
     rows, lines = B * L * N, B * L
@@ -168,9 +181,19 @@ def project(
     sides_lo = 0 if side_scales is None else sides.stride(0)
     constants = update.eps, C, H, G, update.output, update.width, parts, BM, chunk, BH, BG
     constants += *update.types, update.asm, *update.place
-    halved = Halved.of(update, (p_w, g_w, o_w if G else None))
+    of_sides = SideScales(None, None) if side_scales is None else side_scales
+    halved = Halved.of(
+        update,
+        (p_w, p_b),
+        (g_w, g_b),
+        o_w if G else None,
+        norm=norm,
+        most=of_sides.most,
+        scales=side_scales and side_scales[:2],
+        zeros=of_sides.zeros,
+    )
     tensors = x, mask, *norm, p_w, p_b, g_w, g_b, o_w, o_b, *outputs
-    tensors += kept, halved.halves, halved.scales, side_scales, kept_scale
+    tensors += kept, halved.halves, halved.scales, of_sides.scales, kept_scale
     numbers += halved.lo, kept_lo, sides_lo
     how = {"warps": warps, "stages": stages, "limited": not update.halved}
     launch(kernels.project, programs * parts, tensors, numbers, constants, **how)
@@ -284,15 +307,12 @@ def _normalize(
     launch(kernels.normalize, B * L * ceil(N, 16), tensors, numbers, constants)
 
 
-def side_scales(update: Update, b: slice, weights: Weights) -> Any:
-    """Return scales of the sides' halves by channel, and their reciprocals; None for no halves."""
+def side_scales(update: Update, b: slice, rows: int) -> SideScales | None:
+    """Return room for scales of the sides' halves; None for no halves."""
     if not update.halved_sides:
         return None
-    w, scales = weights, update.new(2, len(weights.p_in_weight))
     most = None if update.mask is None else update.mask[b].abs().amax()
-    norm = w.norm_in_weight, w.norm_in_bias
-    bound_rows(update, w.p_in_weight, w.p_in_bias, *norm, most, *scales)
-    return scales
+    return SideScales(update.new(rows), update.new(rows), most)
 
 
 def bound_rows(
@@ -308,7 +328,7 @@ def triangles(update: Update, b: slice, o: Any, scale: float = 1.0) -> None:
     """Write o of some of the batch, some channels at a time."""
     for h in update.channels:
         sides, weights = update.new_sides(len(o) * (h.stop - h.start)), update.of(h)
-        scales = side_scales(update, b, weights)
+        scales = side_scales(update, b, len(weights.p_in_weight))
         for lines in update.lines:
             edges, some = update.edges(b, lines), sides[..., lines, :]
             project(update, *edges, weights=weights, sides=some, side_scales=scales)
@@ -364,7 +384,7 @@ def finish(update: Update, o: Any, gate: Any, out: Any, shift: int) -> None:
         BM = min(max(16, rows) if update.fast else 16, power(N, 16))
         # At most the numbers that a block of the weight has with H = 128.
         BN = max(16, min(128 if update.fast else 32, (1 << 14) // BH, power(C, 16)))
-        halved = Halved.of(update, (w.p_out_weight,))
+        halved = Halved.of(update, projection)
         tensors += halved.halves, halved.scales
         warps = 4
         if update.halved:

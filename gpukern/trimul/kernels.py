@@ -292,18 +292,26 @@ def normalize(
         _add_one(to, live, there, C, KEPT, BM)
 
 
-def row_bounds(
-    p_w, p_b, w, b, most, scales, reciprocals,
+@triton.jit
+def _magnitude(most, FLOAT: tl.constexpr):
+    """Return a largest magnitude, of which bits may be given."""
+    found = tl.load(most)
+    if most.dtype.element_ty == tl.int32:
+        found = found.to(tl.float32, bitcast=True)
+    return found.to(FLOAT)
+
+
+@triton.jit
+def _write_row_bound(
+    weight, row, p_b, w, b, most, scales, reciprocals,
     C: tl.constexpr, BC: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
-    """Write powers of two that scale projections to at most 2¹⁵, and their reciprocals.
+    """Write a power of two that scales a projection to at most 2¹⁵, and its reciprocal.
 
     The bound is by Cauchy and Schwarz: the norm of a normalized row is at most √C. `most` is the
     largest magnitude of a factor.
     """
-    row = tl.program_id(0)
     c = tl.arange(0, BC)
-    weight = tl.load(p_w + row * C + c, mask=c < C, other=0.0).to(FLOAT)
     bound = tl.zeros((), FLOAT)
     if b is not None:
         bound += tl.abs(tl.sum(weight * tl.load(b + c, mask=c < C, other=0.0).to(FLOAT)))
@@ -316,10 +324,100 @@ def row_bounds(
     if p_b is not None:
         bound += tl.abs(tl.load(p_b + row).to(FLOAT))
     if most is not None:
-        bound *= tl.load(most).to(FLOAT)
+        bound *= _magnitude(most, FLOAT)
     scale, reciprocal = row_scaling(bound)
     tl.store(scales + row, scale)
     tl.store(reciprocals + row, reciprocal)
+
+
+def row_bounds(
+    p_w, p_b, w, b, most, scales, reciprocals,
+    C: tl.constexpr, BC: tl.constexpr, FLOAT: tl.constexpr,
+):  # fmt: skip
+    """Write scales of projections, and their reciprocals."""
+    row = tl.program_id(0)
+    c = tl.arange(0, BC)
+    weight = tl.load(p_w + row * C + c, mask=c < C, other=0.0).to(FLOAT)
+    _write_row_bound(weight, row, p_b, w, b, most, scales, reciprocals, C, BC, FLOAT)
+
+
+def split_rows(
+    p_w, p_b, g_w, g_b, o_w, w, b, most, halves, halves_scales, scales, reciprocals, zeros, lo,
+    many_zeros,
+    C: tl.constexpr, ROWS: tl.constexpr, GATES: tl.constexpr, BC: tl.constexpr,
+    FLOAT: tl.constexpr,
+):  # fmt: skip
+    """Write halves of the rows of weights, one weight's after the other's.
+
+    Of projections (ROWS), and of their GATES, write also scales and reciprocals, where there is
+    room; `most` is the largest magnitude of a factor of projections. Write `zeros` too.
+    """
+    row = tl.program_id(0)
+    c = tl.arange(0, BC)
+    inside = c < C
+    weight = tl.zeros((BC,), FLOAT)
+    if row < ROWS:
+        if p_w is not None:
+            weight += tl.load(p_w + row * C + c, mask=inside, other=0.0).to(FLOAT)
+            if scales is not None:
+                _write_row_bound(weight, row, p_b, w, b, most, scales, reciprocals, C, BC, FLOAT)
+    elif row < 2 * ROWS:
+        if g_w is not None:
+            weight += tl.load(g_w + (row - ROWS) * C + c, mask=inside, other=0.0).to(FLOAT)
+            if GATES:
+                _write_row_bound(
+                    weight, row - ROWS, g_b, w, b, None, scales + ROWS, reciprocals + ROWS,
+                    C, BC, FLOAT,
+                )  # fmt: skip
+    elif o_w is not None:
+        weight += tl.load(o_w + (row - 2 * ROWS) * C + c, mask=inside, other=0.0).to(FLOAT)
+    scale, reciprocal = row_scaling(tl.max(tl.abs(weight), 0))
+    tl.store(halves_scales + row, reciprocal)
+    high, low = halves_of(weight * scale)
+    PITCH: tl.constexpr = (C + 7) // 8 * 8
+    to = halves + row * PITCH + c
+    tl.store(to, high, mask=c < PITCH)
+    tl.store(to + lo // 8 * 8, low, mask=c < PITCH)
+    if zeros is not None:
+        at = row * BC + c
+        tl.store(zeros + at, tl.zeros((BC,), tl.int32), mask=at < many_zeros)
+
+
+def split_columns(
+    p_w, g_w, o_w, factors, halves, scales, lo,
+    C: tl.constexpr, ROWS: tl.constexpr, G: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    FLOAT: tl.constexpr,
+):  # fmt: skip
+    """Write halves of the columns of weights, below each other, whose rows have factors."""
+    r = tl.arange(0, BR)[:, None]
+    c = (tl.program_id(0) * BC + tl.arange(0, BC))[None, :]
+    within = c < C
+    at = r * C + c
+    weight = tl.load(p_w + at, mask=within & (r < ROWS), other=0.0).to(FLOAT)
+    own = within & (r >= ROWS) & (r < 2 * ROWS)
+    weight += tl.load(g_w + at - ROWS * C, mask=own, other=0.0).to(FLOAT)
+    own = within & (r >= 2 * ROWS) & (r < 2 * ROWS + G)
+    weight += tl.load(o_w + at - 2 * ROWS * C, mask=own, other=0.0).to(FLOAT)
+    weight *= tl.load(factors + r, mask=r < 2 * ROWS + G, other=0.0)
+    scale, reciprocal = row_scaling(tl.max(tl.abs(weight), 0))
+    own_column = tl.program_id(0) * BC + tl.arange(0, BC)
+    tl.store(scales + own_column, reciprocal, mask=own_column < C)
+    high, low = halves_of(weight * scale[None, :])
+    PITCH: tl.constexpr = (C + 7) // 8 * 8
+    to = halves + r * PITCH + c
+    there = (r < 2 * ROWS + G) & (c < PITCH)
+    tl.store(to, high, mask=there)
+    tl.store(to + lo // 8 * 8, low, mask=there)
+
+
+def largest(x, most, size, BLOCK: tl.constexpr, STEPS: tl.constexpr):
+    """Raise the bits of the largest magnitude."""
+    found = tl.zeros((BLOCK,), tl.int32)
+    for step in tl.static_range(STEPS):
+        at = (tl.program_id(0).to(tl.int64) * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
+        found = tl.maximum(found, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    tl.atomic_max(most, tl.max(found, 0), sem="relaxed")
 
 
 def project(
@@ -631,7 +729,7 @@ def finish_back(
     BY_HALVES: tl.constexpr = do_most is not None
     OUT_PITCH: tl.constexpr = (C + 7) // 8 * 8
     if BY_HALVES:
-        by_dp, dp_back = row_scaling(tl.load(dout_most))
+        by_dp, dp_back = row_scaling(_magnitude(dout_most, FLOAT))
         by_kept, kept_back = row_scaling(_most_normalized(w, b, H, BH, FLOAT))
         if tl.program_id(0) == 0:
             tl.store(reciprocals, dp_back)
@@ -935,12 +1033,12 @@ def through_norm(
 
 @triton.jit
 def _write_sums(
-    parts, scaling, dweight, dbias, row, rows, many,
+    parts, biases, scaling, dweight, dbias, row, part, many, bias_row, many_biases,
     C: tl.constexpr, KEPT: tl.constexpr, BC: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
-    """Write the sum of the parts of a weight's row, with the element of its bias behind.
+    """Write the sum of the parts of a weight's row, and of its bias.
 
-    Where KEPT is C, row 0 is a norm's weight, and row 1 its bias.
+    Parts of the bias are numbers behind the row, or a column of `biases`.
     """
     BP: tl.constexpr = 4096 // BC if BC < 4096 else 1
     c = tl.arange(0, BC)
@@ -949,72 +1047,117 @@ def _write_sums(
     by_bias = tl.zeros((BP,), FLOAT)
     begin = 0
     while begin < many:
-        part = begin + tl.arange(0, BP)
-        place = parts + (part.to(tl.int64) * rows + row) * KEPT
-        there = (part < many)[:, None] & inside[None, :]
+        own = begin + tl.arange(0, BP)
+        place = parts + own.to(tl.int64) * part + row * KEPT
+        there = (own < many)[:, None] & inside[None, :]
         sums += tl.load(place[:, None] + c[None, :], mask=there, other=0.0)
         if KEPT > C:
-            by_bias += tl.load(place + C, mask=part < many, other=0.0)
+            by_bias += tl.load(place + C, mask=own < many, other=0.0)
         begin += BP
     found, of_bias = tl.sum(sums, 0), tl.sum(by_bias, 0)
+    if biases is not None:
+        of_bias += _column_sum(biases + row, many_biases, bias_row, FLOAT)
     if scaling is not None:
         found /= tl.load(scaling)
         of_bias /= tl.load(scaling)
-    if KEPT > C:
-        if dweight is not None:
-            tl.store(dweight + row.to(tl.int64) * C + c, found, mask=inside)
-        if dbias is not None:
-            tl.store(dbias + row, of_bias)
-    else:
-        if dweight is not None:
-            tl.store(dweight + c, found, mask=inside & (row == 0))
-        if dbias is not None:
-            tl.store(dbias + c, found, mask=inside & (row == 1))
+    if dweight is not None:
+        tl.store(dweight + row.to(tl.int64) * C + c, found, mask=inside)
+    if dbias is not None:
+        tl.store(dbias + row, of_bias)
+
+
+@triton.jit
+def _column_sum(column, many, step, FLOAT: tl.constexpr):
+    """Return the sum of a column."""
+    sums = tl.zeros((1024,), FLOAT)
+    begin = 0
+    while begin < many:
+        own = begin + tl.arange(0, 1024)
+        sums += tl.load(column + own.to(tl.int64) * step, mask=own < many, other=0.0)
+        begin += 1024
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def _write_norm(
+    parts, scaling, dweight, dbias, program, many, C: tl.constexpr, BC: tl.constexpr,
+    FLOAT: tl.constexpr,
+):  # fmt: skip
+    """Write the sums of some columns of a norm's very many parts: of its weight, or of its bias."""
+    BLOCKS: tl.constexpr = (C + BC - 1) // BC
+    BP: tl.constexpr = 4096 // BC
+    c = program % BLOCKS * BC + tl.arange(0, BC)
+    of_bias = program // BLOCKS
+    sums = tl.zeros((BP, BC), FLOAT)
+    begin = 0
+    while begin < many:
+        own = begin + tl.arange(0, BP)
+        place = parts + (own.to(tl.int64) * 2 + of_bias)[:, None] * C + c[None, :]
+        sums += tl.load(place, mask=(own < many)[:, None] & (c < C)[None, :], other=0.0)
+        begin += BP
+    found = tl.sum(sums, 0)
+    if scaling is not None:
+        found /= tl.load(scaling)
+    if dweight is not None:
+        tl.store(dweight + c, found, mask=(c < C) & (of_bias == 0))
+    if dbias is not None:
+        tl.store(dbias + c, found, mask=(c < C) & (of_bias == 1))
 
 
 def sum_parts(
-    norm, norm_out, sides, opened, end, scaling,
+    norm, norm_out, sides, opened, end, by_bias, by_end_bias, scaling,
     dw, db, dp_w, dp_b, dg_w, dg_b, dw_out, db_out, de_w, de_b, do_w, do_b,
-    many_norm, many_norm_out, many_sides, many_opened, many_end,
-    C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, BC: tl.constexpr, BH: tl.constexpr,
-    FLOAT: tl.constexpr,
+    many_norm, many_norm_out, many_sides, many_opened, many_end, many_biases, many_end_biases,
+    sides_part, opened_part, end_part,
+    C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, KEPT: tl.constexpr, KEPT_END: tl.constexpr,
+    BC: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     """Write the cotangents of norms and of all other weights, as far as their parts are given.
 
-    Norms have the most parts: the first four programs take a norm's weight or bias each. The others
-    take a row of a weight: of both projections and their gates, of the last gate, or of the end.
+    Norms have the most parts: the first programs take BN columns of a norm's weight or bias each.
+    The others take a row of a weight: of both projections and their gates, of the last gate, or of
+    the end. Parts of biases stand behind the rows, or are given: of both projections and gates, and
+    of the last gate and the end.
     """
-    row = tl.program_id(0)
-    KEPT: tl.constexpr = (C + 8) // 8 * 8
-    KEPT_END: tl.constexpr = (H + 8) // 8 * 8
-    if row < 2:
+    NORM: tl.constexpr = 2 * ((C + BN - 1) // BN)
+    NORMS: tl.constexpr = NORM + 2 * ((H + BN - 1) // BN)
+    program = tl.program_id(0)
+    row = program - NORMS
+    if program < NORM:
         if norm is not None:
-            _write_sums(norm, None, dw, db, row, 2, many_norm, C, C, BC, FLOAT)
-    elif row < 4:
+            _write_norm(norm, None, dw, db, program, many_norm, C, BN, FLOAT)
+    elif program < NORMS:
         if norm_out is not None:
-            _write_sums(
-                norm_out, scaling, dw_out, db_out, row - 2, 2, many_norm_out, H, H, BH, FLOAT
+            _write_norm(
+                norm_out, scaling, dw_out, db_out, program - NORM, many_norm_out, H, BN, FLOAT
             )
     elif sides is None:
         if end is not None:
-            _write_sums(end, scaling, de_w, de_b, row - 4, C, many_end, H, KEPT_END, BH, FLOAT)
-    else:
-        row -= 4
-        if row < 2 * H:
-            _write_sums(sides, scaling, dp_w, dp_b, row, 4 * H, many_sides, C, KEPT, BC, FLOAT)
-        elif row < 4 * H:
             _write_sums(
-                sides + 2 * H * KEPT, scaling, dg_w, dg_b, row - 2 * H, 4 * H, many_sides,
-                C, KEPT, BC, FLOAT,
+                end, None, scaling, de_w, de_b, row, end_part, many_end, 0, 0,
+                H, KEPT_END, BH, FLOAT,
             )  # fmt: skip
-        elif row < 4 * H + G:
-            _write_sums(
-                opened, scaling, do_w, do_b, row - 4 * H, G, many_opened, C, KEPT, BC, FLOAT
-            )
-        elif end is not None:
-            _write_sums(
-                end, scaling, de_w, de_b, row - 4 * H - G, C, many_end, H, KEPT_END, BH, FLOAT
-            )
+    elif row < 2 * H:
+        _write_sums(
+            sides, by_bias, scaling, dp_w, dp_b, row, sides_part, many_sides, 4 * H, many_biases,
+            C, KEPT, BC, FLOAT,
+        )  # fmt: skip
+    elif row < 4 * H:
+        _write_sums(
+            sides + 2 * H * KEPT, None if by_bias is None else by_bias + 2 * H, scaling,
+            dg_w, dg_b, row - 2 * H, sides_part, many_sides, 4 * H, many_biases,
+            C, KEPT, BC, FLOAT,
+        )  # fmt: skip
+    elif row < 4 * H + G:
+        _write_sums(
+            opened, by_end_bias, scaling, do_w, do_b, row - 4 * H, opened_part, many_opened,
+            G + C, many_end_biases, C, KEPT, BC, FLOAT,
+        )  # fmt: skip
+    elif end is not None:
+        _write_sums(
+            end, None if by_end_bias is None else by_end_bias + G, scaling, de_w, de_b,
+            row - 4 * H - G, end_part, many_end, G + C, many_end_biases, H, KEPT_END, BH, FLOAT,
+        )  # fmt: skip
 
 
 def product(
@@ -1058,6 +1201,9 @@ def product(
 POINTERS = {
     normalize: ("x", "kept"),
     row_bounds: (),
+    split_rows: ("halves",),
+    split_columns: ("halves",),
+    largest: ("x",),
     project: ("x", "p_w", "g_w", "o_w", "sides", "logits", "gate", "kept", "halves"),
     open_sides: ("sides", "logits"),
     end_rows: ("o", "gate", "kept"),

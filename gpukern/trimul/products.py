@@ -6,12 +6,11 @@ as long as a launch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from gpukern.launch import processors
+from gpukern.launch import power, processors
 from gpukern.precision import EMULATED
 from gpukern.products import (
     Halves,
@@ -96,15 +95,38 @@ class Halved(NamedTuple):
     lo: int
 
     @staticmethod
-    def of(update: Update, matrices: Sequence[Any]) -> Halved:
-        """Return halves of rows of one matrix after the other, if products are made of halves."""
-        given = [matrix for matrix in matrices if matrix is not None]
-        if not given or not update.halved:
+    def of(
+        update: Update,
+        projection: tuple[Any, Any],
+        gate: tuple[Any, Any] = (None, None),
+        other: Any = None,
+        *,
+        norm: tuple[Any, Any] = (None, None),
+        most: Any = None,
+        scales: Any = None,
+        zeros: Any = None,
+    ) -> Halved:
+        """Return halves of rows, if products are made of halves.
+
+        They are of a projection's weight, and of its gate's and another if given. Scales of
+        projections, and of gates if there is room, are written with their reciprocals to `scales`;
+        `most` is the largest magnitude of a factor of projections. `zeros` are written as well.
+        """
+        weights = [weight for weight in (projection[0], gate[0], other) if weight is not None]
+        if not weights or not update.halved:
             return Halved(None, None, 0)
-        rows = given[0] if len(given) == 1 else torch.cat(given)
+        rows, C = sum(map(len, weights)), weights[0].shape[1]
+        halves = update.new(2, 1, rows, up(C), dtype=torch.float16)
+        reciprocals = update.new(1, rows)
+        projections = 0 if projection[0] is None else len(projection[0])
+        to = (None, None) if scales is None else scales
+        gates = scales is not None and len(scales[0]) > projections
+        tensors = *projection, *gate, other, *norm, most, halves, reciprocals, *to, zeros
+        numbers = halves.stride(0), 0 if zeros is None else zeros.numel()
+        constants = C, projections, gates, power(C, 8), update.types.float
+        launch(kernels.split_rows, rows, tensors, numbers, constants)
         # They meet normalized rows, whose rounding errors exceed what small numbers lose.
-        found = split(rows.float()[None], 2, strict=False)
-        return Halved(found.halves, found.scales, found.halves.stride(0))
+        return Halved(halves, reciprocals, halves.stride(0))
 
 
 def over_rows(update: Update, a: Any, b: Any) -> Any:
@@ -133,14 +155,12 @@ def parts_over_rows(update: Update, a: Any, b: Any) -> list[Any]:
 
 
 def sum_of_halves(update: Update, left: Halves, right: Halves) -> Any:
-    """Return the product of halves, a sum over very many terms, and a column for a bias behind."""
+    """Return parts of the product of halves, a sum over very many terms."""
     (_, M, K), N = left.shape, right.shape[2]
     parts = parts_of(update.x.device, M, N, K)
     sums = update.new(parts, M, N)
     multiply_halves(left, right, sums, parts=parts)
-    total = update.new(1, M, up(N + 1))
-    torch.sum(sums, 0, out=total[0, :, :N])
-    return total
+    return sums
 
 
 def _widened(update: Update, a: Any, b: Any) -> Any:
