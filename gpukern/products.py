@@ -173,13 +173,26 @@ def _numbers(hi, low, reciprocal):
 
 
 @triton.jit
+def _unless_zero(bits):
+    """Return bits of magnitudes, and of infinity in place of zero."""
+    return tl.where(bits == 0, 0x7F800000, bits)
+
+
+@triton.jit
 def write_block(x, halves, place, there, lo, to_scale):
-    """Write the halves of a block at their places, and the reciprocal of its scale."""
+    """Write the halves of a block at their places, and the reciprocal of its scale.
+
+    A row or column of much smaller numbers than others would have fewer digits than float32: halves
+    serve where the largest of each reaches the block's, less 24 binary digits.
+    """
     bits = _bits(x)
-    largest = tl.max(tl.max(bits, 1), 0)
-    least = tl.min(tl.min(tl.where(bits == 0, 0x7F800000, bits), 1), 0)
+    by_row, by_column = tl.max(bits, 1), tl.max(bits, 0)
+    largest = tl.max(by_row, 0)
     scale, reciprocal = row_scaling(largest.to(tl.float32, bitcast=True))
-    reciprocal = tl.where(_serve(largest, least), reciprocal, 0.0)
+    least = tl.min(tl.min(_unless_zero(bits), 1), 0)
+    least_line = tl.minimum(tl.min(_unless_zero(by_row), 0), tl.min(_unless_zero(by_column), 0))
+    serves = _serve(largest, least) & ((largest >> 23) - (least_line >> 23) <= 24)
+    reciprocal = tl.where(serves, reciprocal, 0.0)
     tl.store(to_scale, reciprocal)
     hi, low = _stored(x, scale, reciprocal, True)
     tl.store(halves + place, hi, mask=there)

@@ -109,6 +109,32 @@ def test_errors_are_at_most_twice_those_of_float32(kind, K, device):
         assert found <= 2 * max(by_torch, 2.0**-24), (found, by_torch)
 
 
+def of_different_rows(*shape, device):
+    """Rows and columns whose numbers are alike within each, over nine decades."""
+    x = torch.randn(*shape, device=device)
+    x *= 10 ** (-9 * torch.rand(shape[-2], 1, device=device))
+    return x * 10 ** (-9 * torch.rand(shape[-1], device=device))
+
+
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("kind", [*FACTORS, "of different rows"])
+def test_errors_of_blocks_are_at_most_twice_those_of_float32(kind, sums, device):
+    """In norm and for each element, of products and of sums over rows."""
+    torch.manual_seed(9)
+    make = FACTORS.get(kind, of_different_rows)
+    a, b = (make(1, *shape, device=device) for shape in ((200, 136), (136, 150)))
+    if kind in ("of 60 decades", "one huge"):
+        b = torch.randn_like(b)
+    out = a.new_full((1, 200, 150), torch.nan)
+    left, right = split_blocks(a[0]), split(b, 1)
+    if sums:
+        left, right = split_blocks(a[0].T.contiguous()).mT, split_blocks(b[0])
+    multiply_halves(left, right, out)
+    own = errors(a @ b, a, b)
+    for found, by_torch in zip(errors(out, a, b), own, strict=True):
+        assert found <= 2 * max(by_torch, 2.0**-24), (found, by_torch)
+
+
 @pytest.mark.parametrize("layout_of_b", LAYOUTS)
 @pytest.mark.parametrize("layout_of_a", LAYOUTS)
 def test_any_layout_and_odd_sizes(layout_of_a, layout_of_b, device):
