@@ -13,9 +13,18 @@ from triton.runtime import driver
 
 from gpukern import tape
 
+#: Versions of Triton whose Gluon compiles our kernels. Gluon is experimental: another version may
+#: have another Gluon, or none.
+GLUON = "3.6", "3.7", "3.8", "3.9"
+
 # Bytes of shared memory that large tiles take. H100 and B200 have 227 KiB, A100 has 163, and other
 # GPUs have 99.
 _SHARED = 210 << 10
+
+
+def has_gluon() -> bool:
+    """Return whether this Triton's Gluon compiles our kernels."""
+    return ".".join(triton.__version__.split(".")[:2]) in GLUON
 
 
 def kernel_of_any_size(function: Any, aligned: Sequence[str] = (), jit: Any = triton.jit) -> Any:

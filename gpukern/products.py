@@ -17,6 +17,7 @@ few terms at a time, so that the scale may change on the way.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -26,9 +27,22 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gpukern.launch import Launcher, is_small, kernel_of_any_size, power, processors, wide
+from gpukern.launch import (
+    Launcher,
+    has_gluon,
+    is_small,
+    kernel_of_any_size,
+    power,
+    processors,
+    wide,
+)
 from gpukern.precision import EMULATED, of_float32
 from gpukern.tape import product
+
+hopper: Any = None
+if has_gluon():
+    with contextlib.suppress(ImportError, AttributeError):
+        from gpukern import hopper_products as hopper
 
 # Rows, columns and terms of a program's tile, its warps and stages.
 _TILE = 128, 128, 64, 8, 3
@@ -67,8 +81,12 @@ class Halves(NamedTuple):
 
     def described(self, rows: int, terms: int, along: int) -> TensorDescriptor:
         """Return a descriptor of tiles for a product with sums along an axis."""
-        block = [1, rows, terms] if self.fast == along else [1, terms, rows]
+        block = self.block_of(rows, terms, along)
         return TensorDescriptor.from_tensor(self.halves.flatten(0, -3), block)
+
+    def block_of(self, rows: int, terms: int, along: int) -> list[int]:
+        """Return the shape of a tile in memory."""
+        return [1, rows, terms] if self.fast == along else [1, terms, rows]
 
     def scaled(self, along: int) -> tuple[tuple[int, int, int], tuple[int, int]]:
         """Return steps from scale to scale, by batch, row and term, and the rows and terms of one.
@@ -330,15 +348,67 @@ def _scale_of(
 
 
 @triton.jit
-def _least_scale(
-    scales, row, term, rows, terms, by_row, by_term,
-    ROWS: tl.constexpr, TERMS: tl.constexpr, TILE: tl.constexpr, MANY: tl.constexpr,
+def _row_scales(
+    scales, row, rows, begin, terms, by_row, by_term,
+    ROWS: tl.constexpr, TERMS: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
-    """Return the least reciprocal of a tile's scales, from a term on."""
-    r = row + tl.arange(0, TILE // ROWS)[:, None] * ROWS
-    k = term + tl.arange(0, MANY)[None, :] * TERMS
-    found = _scale_of(scales, r, k, rows, terms, by_row, by_term, ROWS, TERMS)
-    return tl.min(tl.min(found, 1), 0)
+    """Return rows' reciprocals; of blocks, the least from a term on."""
+    if scales is None:
+        return tl.full(row.shape, 1.0, tl.float32)
+    elif TERMS > 0:
+        k = begin + tl.arange(0, MANY)[None, :] * TERMS
+        found = _scale_of(
+            scales, row[:, None], k, rows, terms, by_row, by_term, ROWS, TERMS
+        )  # fmt: skip
+        return tl.min(found, 1)
+    else:
+        return tl.load(scales + row * by_row, mask=row < rows, other=1.0)
+
+
+@triton.jit
+def _emulated(
+    a_halves, b_halves, a_scales, b_scales, a_first, a_lo, b_first, b_lo, m_first, n_first,
+    by_row, by_column, M, N, K, begin, terms, a_row, a_term, b_row, b_term,
+    A_FAST: tl.constexpr, B_FAST: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, A_ROWS: tl.constexpr,
+    A_TERMS: tl.constexpr, B_ROWS: tl.constexpr, B_TERMS: tl.constexpr,
+):  # fmt: skip
+    """Return a tile of the product of the numbers that halves or bits make."""
+    total = tl.zeros((BM, BN), tl.float32)
+    m = m_first + tl.arange(0, BM)[:, None]
+    n = n_first + tl.arange(0, BN)[:, None]
+    # Such tiles are few: stages would take shared memory from the parts of float32.
+    for step in tl.range(0, tl.cdiv(K, BK) if STEPS is None else STEPS, num_stages=1):
+        k = begin + step * BK
+        of_a = by_row[:, None]
+        of_b = by_column[:, None]
+        if A_TERMS > 0:
+            of_a = _scale_of(a_scales, m, k, M, terms, a_row, a_term, A_ROWS, A_TERMS)
+        if B_TERMS > 0:
+            of_b = _scale_of(b_scales, n, k, N, terms, b_row, b_term, B_ROWS, B_TERMS)
+        a_high = _tile(a_halves, a_first, m_first, k, BM, BK, A_FAST)
+        a_low = _tile(a_halves, a_first + a_lo, m_first, k, BM, BK, A_FAST)
+        b_high = _tile(b_halves, b_first, n_first, k, BN, BK, B_FAST)
+        b_low = _tile(b_halves, b_first + b_lo, n_first, k, BN, BK, B_FAST)
+        left = _numbers(a_high, a_low, of_a)
+        right = _numbers(b_high, b_low, of_b)
+        total = tl.dot(left, right.T, total, PRECISION)
+    return total
+
+
+@triton.jit
+def _write_tile(
+    total, to, inside, n, N, batch, out, bias, most, ADD: tl.constexpr,
+):  # fmt: skip
+    """Write, or add, a tile of a product, and raise the bits of the largest magnitude."""
+    if ADD:
+        total += tl.load(to, mask=inside, other=0.0)
+    if bias is not None:
+        total += tl.load(bias + n, mask=n < N, other=0.0)[None, :]
+    tl.store(to, total.to(out.dtype.element_ty), mask=inside)
+    if most is not None:
+        largest = tl.max(tl.max(tl.where(inside, _bits(total), 0), 1), 0)
+        tl.atomic_max(most + batch, largest, sem="relaxed")
 
 
 @kernel_of_any_size
@@ -381,34 +451,22 @@ def _multiply(
     else:
         a_first += member
         b_first += member
-    by_row = tl.full((BM,), 1.0, tl.float32)
-    by_column = tl.full((BN,), 1.0, tl.float32)
     # A scale of many rows is one number for the tile.
     a_row = m[:, None] if A_ROWS < BM else m_first
     b_row = n[None, :] if B_ROWS < BN else n_first
-    if A_TERMS > 0:
-        least = _least_scale(
-            a_scales, m_first, begin, M, terms, a_scale_row, a_scale_term,
-            A_ROWS, A_TERMS, BM, MANY,
-        )  # fmt: skip
-    else:
-        if a_scales is not None:
-            a_scales += batch * a_scale_batch + m * a_scale_row
-            by_row = tl.load(a_scales, mask=m < M, other=1.0)
-        least = tl.min(by_row, 0)
-    if B_TERMS > 0:
-        least_of_b = _least_scale(
-            b_scales, n_first, begin, N, terms, b_scale_row, b_scale_term,
-            B_ROWS, B_TERMS, BN, MANY,
-        )  # fmt: skip
-    else:
-        b_scales += batch * b_scale_batch + n * b_scale_row
-        by_column = tl.load(b_scales, mask=n < N, other=1.0)
-        least_of_b = tl.min(by_column, 0)
+    if a_scales is not None:
+        a_scales += batch * a_scale_batch
+    b_scales += batch * b_scale_batch
+    by_row = _row_scales(
+        a_scales, m, M, begin, terms, a_scale_row, a_scale_term, A_ROWS, A_TERMS, MANY
+    )
+    by_column = _row_scales(
+        b_scales, n, N, begin, terms, b_scale_row, b_scale_term, B_ROWS, B_TERMS, MANY
+    )
     total = tl.zeros((BM, BN), tl.float32)
     serves = True
     if OTHERWISE is not None:
-        serves = (least > 0) & (least_of_b > 0)
+        serves = (tl.min(by_row, 0) > 0) & (tl.min(by_column, 0) > 0)
     if serves:
         for step in range(tl.cdiv(K, BK) if STEPS is None else STEPS):
             k = begin + step * BK
@@ -430,45 +488,85 @@ def _multiply(
             low = tl.dot(a_low, b_high.T, low)
             total += low * (by * (1 / 2048))
             total += tl.dot(a_high, b_high.T) * by
-        total *= by_row[:, None] * by_column[None, :]
+        if A_TERMS == 0:
+            total *= by_row[:, None]
+        if B_TERMS == 0:
+            total *= by_column[None, :]
     else:
         if OTHERWISE is not None:
-            # Such tiles are few: stages would take shared memory from the parts of float32.
-            for step in tl.range(0, tl.cdiv(K, BK) if STEPS is None else STEPS, num_stages=1):
-                k = begin + step * BK
-                of_a = by_row[:, None]
-                of_b = by_column[:, None]
-                if A_TERMS > 0:
-                    of_a = _scale_of(
-                        a_scales, m[:, None], k, M, terms, a_scale_row, a_scale_term,
-                        A_ROWS, A_TERMS,
-                    )  # fmt: skip
-                if B_TERMS > 0:
-                    of_b = _scale_of(
-                        b_scales, n[:, None], k, N, terms, b_scale_row, b_scale_term,
-                        B_ROWS, B_TERMS,
-                    )  # fmt: skip
-                a_high = _tile(a_halves, a_first, m_first, k, BM, BK, A_FAST)
-                a_low = _tile(a_halves, a_first + a_lo, m_first, k, BM, BK, A_FAST)
-                b_high = _tile(b_halves, b_first, n_first, k, BN, BK, B_FAST)
-                b_low = _tile(b_halves, b_first + b_lo, n_first, k, BN, BK, B_FAST)
-                left = _numbers(a_high, a_low, of_a)
-                right = _numbers(b_high, b_low, of_b)
-                total = tl.dot(left, right.T, total, OTHERWISE)
-            total *= factor
+            total = factor * _emulated(
+                a_halves, b_halves, a_scales, b_scales, a_first, a_lo, b_first, b_lo,
+                m_first, n_first, by_row, by_column, M, N, K, begin, terms,
+                a_scale_row, a_scale_term, b_scale_row, b_scale_term, A_FAST, B_FAST, STEPS,
+                BM, BN, BK, OTHERWISE, A_ROWS, A_TERMS, B_ROWS, B_TERMS,
+            )  # fmt: skip
     to = out + batch * out_batch + m[:, None] * out_row + n[None, :] * out_column
     inside = (m < M)[:, None] & (n < N)[None, :]
-    if ADD:
-        total += tl.load(to, mask=inside, other=0.0)
-    if bias is not None:
-        total += tl.load(bias + n, mask=n < N, other=0.0)[None, :]
-    tl.store(to, total.to(out.dtype.element_ty), mask=inside)
-    if most is not None:
-        largest = tl.max(tl.max(tl.where(inside, _bits(total), 0), 1), 0)
-        tl.atomic_max(most + batch, largest, sem="relaxed")
+    _write_tile(total, to, inside, n, N, batch, out, bias, most, ADD)
+
+
+def _multiply_rest(
+    a_halves, b_halves, a_scales, b_scales, out, bias, most,
+    M, N, K, terms, a_first, a_lo, b_first, b_lo, out_batch, out_row, out_column,
+    a_scale_batch, a_scale_row, a_scale_term, b_scale_batch, b_scale_row, b_scale_term, factor,
+    A_FAST: tl.constexpr, B_FAST: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr,
+    OTHERWISE: tl.constexpr, A_ROWS: tl.constexpr, A_TERMS: tl.constexpr, B_ROWS: tl.constexpr,
+    B_TERMS: tl.constexpr, MANY: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write, or add, rows of tiles that halves don't serve, and tiles with such columns.
+
+    A product has no more than COLUMNS. A program takes BM rows.
+    """
+    along = tl.cdiv(M, BM)
+    member = tl.program_id(0) // along
+    batch = member.to(tl.int64)
+    m_first = tl.program_id(0) % along * BM
+    m = (m_first + tl.arange(0, BM)).to(tl.int64)
+    begin = 0
+    if PARTS:
+        begin = member * K
+    else:
+        a_first += member
+        b_first += member
+    if a_scales is not None:
+        a_scales += batch * a_scale_batch
+    b_scales += batch * b_scale_batch
+    of_columns = _row_scales(
+        b_scales, tl.arange(0, COLUMNS // B_ROWS) * B_ROWS, N, begin, terms,
+        b_scale_row, b_scale_term, B_ROWS, B_TERMS, MANY,
+    )  # fmt: skip
+    of_rows = _row_scales(
+        a_scales, m_first + tl.arange(0, BM // A_ROWS if A_ROWS < BM else 1) * A_ROWS, M, begin,
+        terms, a_scale_row, a_scale_term, A_ROWS, A_TERMS, MANY,
+    )  # fmt: skip
+    least = tl.min(of_rows, 0)
+    if (least <= 0) | (tl.min(of_columns, 0) <= 0):
+        by_row = _row_scales(
+            a_scales, m, M, begin, terms, a_scale_row, a_scale_term, A_ROWS, A_TERMS, MANY
+        )
+        for step in range(COLUMNS // BN if STEPS is not None else tl.cdiv(N, BN)):
+            n_first = step * BN
+            n = (n_first + tl.arange(0, BN)).to(tl.int64)
+            by_column = _row_scales(
+                b_scales, n, N, begin, terms, b_scale_row, b_scale_term, B_ROWS, B_TERMS, MANY
+            )
+            least_of_columns = tl.min(by_column, 0)
+            if (least <= 0) | (least_of_columns <= 0):
+                total = factor * _emulated(
+                    a_halves, b_halves, a_scales, b_scales, a_first, a_lo, b_first, b_lo,
+                    m_first, n_first, by_row, by_column, M, N, K, begin, terms,
+                    a_scale_row, a_scale_term, b_scale_row, b_scale_term, A_FAST, B_FAST, STEPS,
+                    BM, BN, BK, OTHERWISE, A_ROWS, A_TERMS, B_ROWS, B_TERMS,
+                )  # fmt: skip
+                to = out + batch * out_batch + m[:, None] * out_row + n[None, :] * out_column
+                inside = (m < M)[:, None] & (n < N)[None, :]
+                inside &= (tl.minimum(by_row, least_of_columns) <= 0)[:, None]
+                _write_tile(total, to, inside, n, N, batch, out, bias, most, ADD)
 
 
 _launch_halve = Launcher(kernel_of_any_size(_halve, ("x", "halves")), 4)
+_launch_rest = Launcher(kernel_of_any_size(_multiply_rest), 8)
 
 
 @functools.cache
@@ -486,6 +584,20 @@ def _block_splitter(aligned: bool) -> Launcher:
 def _launcher(aligned: bool, warps: int, stages: int) -> Launcher:
     names = ("out",) if aligned else ()
     return Launcher(kernel_of_any_size(_multiply.fn, names), warps, stages=stages)
+
+
+@functools.cache
+def _hopper_launcher(aligned: bool) -> Launcher:
+    names = ("out",) if aligned else ()
+    return Launcher(kernel_of_any_size(hopper.multiply, names, hopper.gluon.jit), 4)
+
+
+@functools.cache
+def _on_hopper(device: Any) -> bool:
+    """Return whether a GPU has Hopper's kernels."""
+    if hopper is None or device.type != "cuda" or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def unit_of(matrix: Any) -> int | None:
@@ -611,14 +723,34 @@ def multiply_halves(
     otherwise = None if not strict else EMULATED if out.is_cuda else "ieee"
     # At least as many as a program's terms have, whichever side of a block they are.
     many = power(-(-K // min(BLOCK))) if left.block or right.block else 1
-    constants = unit_of(out), aligned, left.fast == 2, right.fast == 1, steps, BM, BN, BK, 8
-    constants += add, parts > 1, otherwise, *of_a, *of_b, many
+    fast = left.fast == 2, right.fast == 1
+    made = add, parts > 1
     arrays = left.described(BM, BK, 2), right.described(BN, BK, 1)
     arrays += left.scales, right.scales, out, bias, most
     kinds = tuple([array is None for array in arrays])
-    key = out.device, kinds, out.dtype, wide(*numbers), *constants
-    programs = batches * -(-M // BM) * -(-N // BN)
-    _launcher(aligned, warps, stages)(programs, key, *arrays, *numbers, factor, *constants)
+    along, across = -(-M // BM), -(-N // BN)
+    tiles = batches * along * across
+    unit = unit_of(out)
+    if not _on_hopper(out.device):
+        constants = unit, aligned, *fast, steps, BM, BN, BK, 8, *made, otherwise
+        constants += *of_a, *of_b, many
+        key = out.device, kinds, out.dtype, wide(*numbers), *constants
+        _launcher(aligned, warps, stages)(tiles, key, *arrays, *numbers, factor, *constants)
+        return
+    constants = unit, aligned, *fast, BM, BN, BK, stages, 8, *made, strict, *of_a, *of_b
+    key = out.device, kinds, out.dtype, wide(*numbers, tiles), *constants
+    own = (
+        hopper.described(left.halves, left.block_of(BM, BK, 2)),
+        hopper.described(right.halves, right.block_of(BN, BK, 1)),
+    )
+    programs = min(tiles, processors(out.device))
+    launch = _hopper_launcher(aligned)
+    launch(programs, key, *own, *arrays[2:], *numbers, factor, tiles, *constants)
+    if strict:
+        columns = max(power(N), of_b[0], BN)
+        constants = *fast, steps, BM, BN, BK, *made, otherwise, *of_a, *of_b, many, columns
+        key = out.device, kinds, out.dtype, wide(*numbers), *constants
+        _launch_rest(batches * along, key, *arrays, *numbers, factor, *constants)
 
 
 def parts_of(device: Any, M: int, N: int, K: int) -> int:

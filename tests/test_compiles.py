@@ -19,7 +19,7 @@ LAUNCHES = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.experimental.gluon._runtime import GluonASTSource
 from fusedops._frame import registry
 from gpukern import launch
 
@@ -38,9 +38,11 @@ def compile(self, programs, key, *args):
             signature[parameter.name] = f"*{NAMES[value.dtype]}"
             if not parameter.do_not_specialize_on_alignment:
                 aligned[at,] = [["tt.divisibility", 16]]
-        elif isinstance(value, TensorDescriptor):
-            block = ", ".join(map(str, value.block_shape))
-            signature[parameter.name] = f"tensordesc<{NAMES[value.base.dtype]}[{block}]>"
+        elif hasattr(value, "block_shape"):
+            block = f"{NAMES[value.base.dtype]}[{', '.join(map(str, value.block_shape))}]"
+            # Gluon's descriptors tell their layout.
+            layout = f",{value.layout!r}" if hasattr(value, "layout") else ""
+            signature[parameter.name] = f"tensordesc<{block}{layout}>"
         elif isinstance(value, float):
             signature[parameter.name] = "fp32"
         else:
@@ -48,7 +50,8 @@ def compile(self, programs, key, *args):
             assert parameter.do_not_specialize, parameter.name
             assert parameter.do_not_specialize_on_alignment, parameter.name
             signature[parameter.name] = "i64" if launch.wide(value)[0] else "i32"
-    source = ASTSource(self.kernel, signature, values, aligned)
+    of_gluon = self.kernel.is_gluon()
+    source = (GluonASTSource if of_gluon else ASTSource)(self.kernel, signature, values, aligned)
     note(self.kernel, triton.compile(source, GPUTarget("cuda", CAPABILITY, 32), self.options))
     # A GPU's launch refuses a constant that isn't what it was, as NaN never is.
     for (name, _), (value, scope) in self.kernel.used_global_vals.items():
@@ -137,6 +140,8 @@ HALVES = """
 from gpukern import products
 products._WORK = products._WORK_OF_ONE = 0
 products.LEAST = 1
+products._on_hopper = lambda device: CAPABILITY == 90
+products.processors = lambda device: 132
 from gpukern.attention import triton as attention
 attention._LEAST = 0
 from gpukern.trimul import plan

@@ -209,6 +209,33 @@ def test_one_scale_serves_a_product_whose_largest_number_is_known(device):
         assert errors(product, x, w)[0] < 2e-7
 
 
+@pytest.mark.skipif(products.hopper is None, reason="this Triton's Gluon is another")
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_hopper_leaves_rows_that_halves_do_not_serve(parts, add, monkeypatch):
+    """Another kernel writes them, and nothing else."""
+    monkeypatch.setattr(products, "_on_hopper", lambda device: True)
+    monkeypatch.setattr(products, "_hopper_launcher", lambda aligned: lambda *args: None)
+    torch.manual_seed(8)
+    a, b = torch.randn(130, 136), torch.randn(130, 150)
+    a[100, 3], b[3, 140] = 1e-20, 1e-25
+    if parts == 1:
+        left, right = split(a.T[None], 2), split(b[None], 1)
+        lost = torch.zeros(136, 150, dtype=torch.bool)
+        lost[3], lost[:, 128:] = True, True
+        lost, want = lost[None], (a.T @ b)[None]
+    else:
+        left, right = split_blocks(a).mT, split_blocks(b)
+        lost = torch.zeros(2, 136, 150, dtype=torch.bool)
+        # Blocks of 64 rows and 128 columns, and parts of 128 rows.
+        lost[0, :128], lost[0, :, 128:] = True, True
+        want = torch.stack([a[:128].T @ b[:128], a[128:].T @ b[128:]])
+    out = torch.full(want.shape, 7.0)
+    multiply_halves(left, right, out, parts=parts, add=add)
+    assert (out[~lost] == 7).all()
+    torch.testing.assert_close(out[lost], want[lost] + 7 * add, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("K", [1, 128, 4096])
 @pytest.mark.parametrize(

@@ -14,18 +14,15 @@ import triton.language as tl
 
 from fusedops._frame.check import warn
 from fusedops.trimul.op import Weights, in_parts, slices, warn_of_parts
-from gpukern.launch import Launcher, is_small, kernel_of_any_size, wide
+from gpukern.launch import GLUON, Launcher, has_gluon, is_small, kernel_of_any_size, wide
 from gpukern.precision import EMULATED, of_float32
 from gpukern.products import repay
 from gpukern.trimul import kernels
 
-# Versions of Triton whose Gluon compiles these kernels. Gluon is experimental: another version may
-# have another Gluon, or none.
-_GLUON = "3.6", "3.7", "3.8", "3.9"
 hopper: Any = None
 hopper_backward: Any = None
 hopper_wide: Any = None
-if ".".join(triton.__version__.split(".")[:2]) in _GLUON:
+if has_gluon():
     with contextlib.suppress(ImportError, AttributeError):
         from triton.experimental import gluon
 
@@ -116,7 +113,7 @@ def is_hopper(device: Any) -> bool:
     if hopper is None:
         warn(
             f"Triton is {triton.__version__}; there are kernels for Hopper with Triton "
-            f"{_GLUON[0]} to {_GLUON[-1]}. The kernels for all GPUs serve, more slowly."
+            f"{GLUON[0]} to {GLUON[-1]}. The kernels for all GPUs serve, more slowly."
         )
     return hopper is not None
 
