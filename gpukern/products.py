@@ -731,7 +731,8 @@ def multiply_halves(
     along, across = -(-M // BM), -(-N // BN)
     tiles = batches * along * across
     unit = unit_of(out)
-    if not _on_hopper(out.device):
+    # Triangles of 256 residues, whose products have few terms, take longer there.
+    if left.block is None or not _on_hopper(out.device):
         constants = unit, aligned, *fast, steps, BM, BN, BK, 8, *made, otherwise
         constants += *of_a, *of_b, many
         key = out.device, kinds, out.dtype, wide(*numbers), *constants

@@ -116,6 +116,10 @@ def of_different_rows(*shape, device):
     return x * 10 ** (-9 * torch.rand(shape[-1], device=device))
 
 
+# Factors of which halves don't serve some blocks.
+FALLING_BACK = "of 60 decades", "of 12 decades", "one huge", "of different rows"
+
+
 @pytest.mark.parametrize("sums", [False, True])
 @pytest.mark.parametrize("kind", [*FACTORS, "of different rows"])
 def test_errors_of_blocks_are_at_most_twice_those_of_float32(kind, sums, device):
@@ -131,8 +135,10 @@ def test_errors_of_blocks_are_at_most_twice_those_of_float32(kind, sums, device)
         left, right = split_blocks(a[0].T.contiguous()).mT, split_blocks(b[0])
     multiply_halves(left, right, out)
     own = errors(a @ b, a, b)
+    # Six products of bfloat16 have the last error.
+    least = (4 + 17**0.5) * 2.0**-24 if kind in FALLING_BACK and device == "cuda" else 2.0**-23
     for found, by_torch in zip(errors(out, a, b), own, strict=True):
-        assert found <= 2 * max(by_torch, 2.0**-24), (found, by_torch)
+        assert found <= max(2 * by_torch, least), (found, by_torch)
 
 
 @pytest.mark.parametrize("layout_of_b", LAYOUTS)
@@ -220,9 +226,9 @@ def test_hopper_leaves_rows_that_halves_do_not_serve(parts, add, monkeypatch):
     a, b = torch.randn(130, 136), torch.randn(130, 150)
     a[100, 3], b[3, 140] = 1e-20, 1e-25
     if parts == 1:
-        left, right = split(a.T[None], 2), split(b[None], 1)
+        left, right = split_blocks(a.T), split(b[None], 1)
         lost = torch.zeros(136, 150, dtype=torch.bool)
-        lost[3], lost[:, 128:] = True, True
+        lost[:64], lost[:, 128:] = True, True
         lost, want = lost[None], (a.T @ b)[None]
     else:
         left, right = split_blocks(a).mT, split_blocks(b)

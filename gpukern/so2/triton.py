@@ -3,10 +3,11 @@
 Products read and write strided rows: nothing is copied together or apart. A complex product is one
 real product with [[R, -I], [I, R]], made of the weight in every call. One kernel multiplies
 messages by radial functions, one pulls back through that, and one evaluates a gate or its
-derivatives, a block of channels in a program.
+derivatives, a block of channels in a program. Where products are made of halves, these kernels
+write the halves of messages alone.
 
 Bytes beside the products', once each: M and R numbers of an edge and channel in and M out to scale;
-2 M + R in and M + R out to pull back; and the features and gates of a gate.
+2 M + R in and M + R out to pull back, and M for halves; and the features and gates of a gate.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from gpukern.products import (
     write_block,
 )
 
-# Numbers that a program of the scaling takes, the most channels of a gate's, and warps.
-_NUMBERS, _CHANNELS, _WARPS = 512, 128, 4
+# Numbers that a program of the scaling takes, edges of its gradient's without halves, the most
+# channels of a gate's, and warps.
+_NUMBERS, _EDGES, _CHANNELS, _WARPS = 512, 8, 128, 4
 
 
 @kernel_of_any_size
@@ -215,14 +217,13 @@ def _gate(
 
 _launch_scale = Launcher(_scale, _WARPS)
 _launch_real = Launcher(_real, _WARPS)
-_launch_unscale = {
-    aligned: Launcher(kernel_of_any_size(_unscale, names), 16)
-    for aligned, names in (
-        (False, ("halves",)),
-        (True, ("dscaled", "x", "radial", "dx", "dradial", "halves")),
-    )
-}
 _launch_gate = Launcher(_gate, 1)
+
+
+@functools.cache
+def _launch_unscale(aligned: bool, warps: int) -> Launcher:
+    names = ("dscaled", "x", "radial", "dx", "dradial") if aligned else ()
+    return Launcher(kernel_of_any_size(_unscale, ("halves", *names)), warps)
 
 
 def _rows(array: Any) -> Any:
@@ -355,7 +356,9 @@ def unscale_messages(
     scales, are written where these are `kept`.
     """
     x, radial, (_, M, C) = _flat(message), _rows(radial), message.shape
-    edges, (BE, BC) = len(x), BLOCK
+    edges, (BE, BC), warps = len(x), BLOCK, 16
+    if kept[0] is None:
+        BE, warps = _EDGES, _WARPS
     blocks = sum([-(-(lmax + 1 - m) * C // BC) for m in range(mmax + 1)])
     arrays = dscaled, x, radial, dmessage, dradial, *kept
     lo = 0 if kept[0] is None else kept[0].stride(0)
@@ -364,7 +367,7 @@ def unscale_messages(
     functions = orders(lmax, mmax)[-1][1].stop
     constants = C, lmax, mmax, M, functions, BE, BC, _float(dscaled, x, radial), aligned
     programs = -(-edges // BE) * blocks
-    _launch(_launch_unscale[aligned], programs, 1, arrays, integers, *constants)
+    _launch(_launch_unscale(aligned, warps), programs, 1, arrays, integers, *constants)
 
 
 @register("so2_convolution", "triton")

@@ -1203,7 +1203,7 @@ POINTERS = {
     row_bounds: (),
     split_rows: ("halves",),
     split_columns: ("halves",),
-    largest: ("x",),
+    largest: (),
     project: ("x", "p_w", "g_w", "o_w", "sides", "logits", "gate", "kept", "halves"),
     open_sides: ("sides", "logits"),
     end_rows: ("o", "gate", "kept"),
