@@ -1,8 +1,9 @@
 """Products of split matrices for Hopper's tensor cores.
 
-The kernel computes what `gpukern.products` does where halves serve. A program stays for many tiles:
-one warp brings terms of both factors to a ring in shared memory, ahead of two consumers of four
-warps each, which take half of a tile's rows. One adds up in float32 while the other multiplies.
+The kernel computes what `gpukern.products` does with a left factor by blocks, where halves serve. A
+program stays for many tiles: one warp brings terms of both factors to a ring in shared memory,
+ahead of two consumers of four warps each, which take half of a tile's rows. One adds up in float32
+while the other multiplies.
 """
 
 from __future__ import annotations
@@ -50,10 +51,12 @@ def _operand(ring, n, FAST: gl.constexpr, R: gl.constexpr, BK: gl.constexpr):
 
 
 @gluon.jit
-def _scale_of(scales, row, term, terms, by_row, by_term, ROWS: gl.constexpr, TERMS: gl.constexpr):
-    """Return the reciprocal of a block's scale."""
+def _scale_of(
+    scales, row, term, rows, terms, by_row, by_term, ROWS: gl.constexpr, TERMS: gl.constexpr,
+):  # fmt: skip
+    """Return the reciprocal of a block's scale, and behind the last row or term one."""
     at = scales + row // ROWS * by_row + term // TERMS * by_term
-    return gl.load(at, mask=term < terms, other=1.0)
+    return gl.load(at, mask=(row < rows) & (term < terms), other=1.0)
 
 
 @gluon.jit
@@ -62,13 +65,12 @@ def _consume(
     CONSUMER: gl.constexpr, A_FAST: gl.constexpr, B_FAST: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, BK: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr,
     OUT_UNIT: gl.constexpr, ALIGNED: gl.constexpr, ADD: gl.constexpr, PARTS: gl.constexpr,
-    STRICT: gl.constexpr, A_ROWS: gl.constexpr, A_TERMS: gl.constexpr, B_ROWS: gl.constexpr,
-    B_TERMS: gl.constexpr,
+    A_ROWS: gl.constexpr, A_TERMS: gl.constexpr, B_ROWS: gl.constexpr, B_TERMS: gl.constexpr,
 ):  # fmt: skip
     """Write half of the rows of every tile of a program."""
-    a_scales, b_scales, out, bias, most = given
+    a_scales, b_scales, out, bias = given
     M, N, K, terms, tiles, out_batch, out_row, out_column = numbers[:8]
-    a_batch, a_row, a_term, b_batch, b_row, b_term, factor = numbers[8:]
+    a_row, a_term, b_batch, b_row, b_term, factor = numbers[8:]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, BN, 16])
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     lanes: gl.constexpr = gl.SliceLayout(0, layout)
@@ -88,18 +90,16 @@ def _consume(
         m = m_first + gl.arange(0, _ROWS, rows)
         c = n_first + gl.arange(0, BN, lanes)
         begin = member * K if PARTS else member * 0
-        # A reciprocal of zero is that of rows or blocks that halves don't serve.
+        # A reciprocal of zero is that of columns or blocks that halves don't serve.
         least = 1.0
         total = gl.zeros([_ROWS, BN], gl.float32, layout)
         for step in range(steps):
             k = begin + step * BK
-            by = factor
-            if A_TERMS > 0:
-                of_a = _scale_of(a_scales, m_first, k, terms, a_row, a_term, A_ROWS, A_TERMS)
-                least = gl.minimum(least, of_a)
-                by *= of_a
+            of_a = _scale_of(a_scales, m_first, k, M, terms, a_row, a_term, A_ROWS, A_TERMS)
+            least = gl.minimum(least, of_a)
+            by = factor * of_a
             if B_TERMS > 0:
-                of_b = _scale_of(b_scales, n_first, k, terms, b_row, b_term, B_ROWS, B_TERMS)
+                of_b = _scale_of(b_scales, n_first, k, N, terms, b_row, b_term, B_ROWS, B_TERMS)
                 least = gl.minimum(least, of_b)
                 by *= of_b
             slot = n % SLOTS
@@ -119,21 +119,12 @@ def _consume(
             hopper.mbarrier.arrive(empty.index(slot), count=1)
             total += high * by
             n += 1
-        there = m < M
-        if A_TERMS == 0 and a_scales is not None:
-            by_row = gl.load(a_scales + batch * a_batch + m * a_row, mask=m < M, other=1.0)
-            total *= by_row[:, None]
-            if STRICT:
-                there &= by_row > 0
         if B_TERMS == 0:
             by_column = gl.load(b_scales + batch * b_batch + c * b_row, mask=c < N, other=1.0)
             total *= by_column[None, :]
-            if STRICT:
-                # A mask by columns would keep threads from writing vectors.
-                least = gl.minimum(least, gl.min(by_column, 0))
-        inside = there[:, None] & (c < N)[None, :]
-        if STRICT:
-            inside &= least > 0
+            # A mask by columns would keep threads from writing vectors.
+            least = gl.minimum(least, gl.min(by_column, 0))
+        inside = (m < M)[:, None] & (c < N)[None, :] & (least > 0)
         to = out + batch * out_batch + m.to(gl.int64)[:, None] * out_row
         to += c.to(gl.int64)[None, :] * out_column
         if ADD:
@@ -141,10 +132,6 @@ def _consume(
         if bias is not None:
             total += gl.load(bias + c, mask=c < N, other=0.0)[None, :]
         gl.store(to, total.to(out.dtype.element_ty), mask=inside)
-        if most is not None:
-            bits = total.to(gl.int32, bitcast=True) & 0x7FFFFFFF
-            largest = gl.max(gl.max(gl.where(inside, bits, 0), 1), 0)
-            gl.atomic_max(most + batch, largest, sem="relaxed")
 
 
 @gluon.jit
@@ -185,14 +172,14 @@ def _produce(
 
 
 def multiply(
-    a_halves, b_halves, a_scales, b_scales, out, bias, most,
+    a_halves, b_halves, a_scales, b_scales, out, bias,
     M, N, K, terms, a_first, a_lo, b_first, b_lo, out_batch, out_row, out_column,
-    a_scale_batch, a_scale_row, a_scale_term, b_scale_batch, b_scale_row, b_scale_term, factor,
+    a_scale_row, a_scale_term, b_scale_batch, b_scale_row, b_scale_term, factor,
     tiles,
     OUT_UNIT: gl.constexpr, ALIGNED: gl.constexpr, A_FAST: gl.constexpr, B_FAST: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, SLOTS: gl.constexpr,
-    GROUP: gl.constexpr, ADD: gl.constexpr, PARTS: gl.constexpr, STRICT: gl.constexpr,
-    A_ROWS: gl.constexpr, A_TERMS: gl.constexpr, B_ROWS: gl.constexpr, B_TERMS: gl.constexpr,
+    GROUP: gl.constexpr, ADD: gl.constexpr, PARTS: gl.constexpr, A_ROWS: gl.constexpr,
+    A_TERMS: gl.constexpr, B_ROWS: gl.constexpr, B_TERMS: gl.constexpr,
 ):  # fmt: skip
     """Write, or add, tiles of which halves serve, times a factor, plus a bias of columns."""
     a_shape: gl.constexpr = [2 * SLOTS, 1, BM, BK] if A_FAST else [2 * SLOTS, 1, BK, BM]
@@ -206,10 +193,10 @@ def multiply(
         hopper.mbarrier.init(full.index(slot), count=1)
         hopper.mbarrier.init(empty.index(slot), count=2)
     hopper.fence_async_shared()
-    given = a_scales, b_scales, out, bias, most
+    given = a_scales, b_scales, out, bias
     numbers = (
-        M, N, K, terms, tiles, out_batch, out_row, out_column, a_scale_batch, a_scale_row,
-        a_scale_term, b_scale_batch, b_scale_row, b_scale_term, factor,
+        M, N, K, terms, tiles, out_batch, out_row, out_column, a_scale_row, a_scale_term,
+        b_scale_batch, b_scale_row, b_scale_term, factor,
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -217,16 +204,14 @@ def multiply(
                 _consume,
                 (
                     a_ring, b_ring, full, empty, given, numbers, 0, A_FAST, B_FAST, BM, BN, BK,
-                    SLOTS, GROUP, OUT_UNIT, ALIGNED, ADD, PARTS, STRICT, A_ROWS, A_TERMS, B_ROWS,
-                    B_TERMS,
+                    SLOTS, GROUP, OUT_UNIT, ALIGNED, ADD, PARTS, A_ROWS, A_TERMS, B_ROWS, B_TERMS,
                 ),
             ),
             (
                 _consume,
                 (
                     a_ring, b_ring, full, empty, given, numbers, 1, A_FAST, B_FAST, BM, BN, BK,
-                    SLOTS, GROUP, OUT_UNIT, ALIGNED, ADD, PARTS, STRICT, A_ROWS, A_TERMS, B_ROWS,
-                    B_TERMS,
+                    SLOTS, GROUP, OUT_UNIT, ALIGNED, ADD, PARTS, A_ROWS, A_TERMS, B_ROWS, B_TERMS,
                 ),
             ),
             (

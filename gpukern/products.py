@@ -703,9 +703,9 @@ def multiply_halves(
 ) -> None:
     """Write the products of split matrices, times a factor, or add them to `out`.
 
-    A bias of columns may be added.
-    The sums of a single product that needs no matrix may be written in parts, which become a batch.
-    The bits of each product's largest magnitude are written to `most`, if they exceed its own.
+    A bias of columns may be added. The sums of a single product may be written in parts, which
+    become a batch. The bits of each product's largest magnitude are written to `most`, if they
+    exceed its own.
     """
     (batches, M, K), N = left.shape, right.shape[2]
     aligned = in_vectors(out)
@@ -716,42 +716,39 @@ def multiply_halves(
     (a_steps, of_a), (b_steps, of_b) = left.scaled(2), right.scaled(1)
     if parts > 1:
         a_steps, b_steps = (0, *a_steps[1:]), (0, *b_steps[1:])
-    numbers = M, N, K, terms, left.first, left.low, right.first, right.low
-    numbers += *out.stride(), *a_steps, *b_steps
+    numbers = M, N, K, terms, left.first, left.low, right.first, right.low, *out.stride()
     steps = None if out.is_cuda else -(-K // BK)
     strict = left.strict or right.strict
     otherwise = None if not strict else EMULATED if out.is_cuda else "ieee"
     # At least as many as a program's terms have, whichever side of a block they are.
     many = power(-(-K // min(BLOCK))) if left.block or right.block else 1
-    fast = left.fast == 2, right.fast == 1
-    made = add, parts > 1
-    arrays = left.described(BM, BK, 2), right.described(BN, BK, 1)
-    arrays += left.scales, right.scales, out, bias, most
+    form = left.fast == 2, right.fast == 1
+    how = add, parts > 1
+    given = left.scales, right.scales, out, bias
+    arrays = left.described(BM, BK, 2), right.described(BN, BK, 1), *given, most
     kinds = tuple([array is None for array in arrays])
-    along, across = -(-M // BM), -(-N // BN)
-    tiles = batches * along * across
-    unit = unit_of(out)
+    rows, tiles = batches * -(-M // BM), batches * -(-M // BM) * -(-N // BN)
+    scalars = *numbers, *a_steps, *b_steps
     # Triangles of 256 residues, whose products have few terms, take longer there.
-    if left.block is None or not _on_hopper(out.device):
-        constants = unit, aligned, *fast, steps, BM, BN, BK, 8, *made, otherwise
+    if left.block is None or most is not None or not _on_hopper(out.device):
+        constants = unit_of(out), aligned, *form, steps, BM, BN, BK, 8, *how, otherwise
         constants += *of_a, *of_b, many
-        key = out.device, kinds, out.dtype, wide(*numbers), *constants
-        _launcher(aligned, warps, stages)(tiles, key, *arrays, *numbers, factor, *constants)
+        key = out.device, kinds, out.dtype, wide(*scalars), *constants
+        _launcher(aligned, warps, stages)(tiles, key, *arrays, *scalars, factor, *constants)
         return
-    constants = unit, aligned, *fast, BM, BN, BK, stages, 8, *made, strict, *of_a, *of_b
-    key = out.device, kinds, out.dtype, wide(*numbers, tiles), *constants
-    own = (
+    constants = unit_of(out), aligned, *form, BM, BN, BK, stages, 8, *how, *of_a, *of_b
+    key = out.device, kinds, out.dtype, wide(*scalars, tiles), *constants
+    factors = (
         hopper.described(left.halves, left.block_of(BM, BK, 2)),
         hopper.described(right.halves, right.block_of(BN, BK, 1)),
     )
+    some = *numbers, *a_steps[1:], *b_steps, factor, tiles
     programs = min(tiles, processors(out.device))
-    launch = _hopper_launcher(aligned)
-    launch(programs, key, *own, *arrays[2:], *numbers, factor, tiles, *constants)
-    if strict:
-        columns = max(power(N), of_b[0], BN)
-        constants = *fast, steps, BM, BN, BK, *made, otherwise, *of_a, *of_b, many, columns
-        key = out.device, kinds, out.dtype, wide(*numbers), *constants
-        _launch_rest(batches * along, key, *arrays, *numbers, factor, *constants)
+    _hopper_launcher(aligned)(programs, key, *factors, *given, *some, *constants)
+    columns = max(power(N), of_b[0], BN)
+    constants = *form, steps, BM, BN, BK, *how, otherwise, *of_a, *of_b, many, columns
+    key = out.device, kinds, out.dtype, wide(*scalars), *constants
+    _launch_rest(rows, key, *arrays, *scalars, factor, *constants)
 
 
 def parts_of(device: Any, M: int, N: int, K: int) -> int:
