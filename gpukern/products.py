@@ -201,7 +201,8 @@ def write_block(x, halves, place, there, lo, to_scale):
     """Write the halves of a block at their places, and the reciprocal of its scale.
 
     A row or column of much smaller numbers than others would have fewer digits than float32: halves
-    serve where the largest of each reaches the block's, less 24 binary digits.
+    serve where the largest of each reaches the block's, less 24 binary digits. From 2⁻⁵⁵ on, two
+    blocks' reciprocals and the 2⁻¹¹ of a low half have a product that isn't zero.
     """
     bits = _bits(x)
     by_row, by_column = tl.max(bits, 1), tl.max(bits, 0)
@@ -210,6 +211,7 @@ def write_block(x, halves, place, there, lo, to_scale):
     least = tl.min(tl.min(_unless_zero(bits), 1), 0)
     least_line = tl.minimum(tl.min(_unless_zero(by_row), 0), tl.min(_unless_zero(by_column), 0))
     serves = _serve(largest, least) & ((largest >> 23) - (least_line >> 23) <= 24)
+    serves &= (largest == 0) | (largest >> 23 >= 127 - 55)
     reciprocal = tl.where(serves, reciprocal, 0.0)
     tl.store(to_scale, reciprocal)
     hi, low = _stored(x, scale, reciprocal, True)
@@ -349,17 +351,16 @@ def _scale_of(
 
 @triton.jit
 def _row_scales(
-    scales, row, rows, begin, terms, by_row, by_term,
+    scales, row, rows, begin, K, terms, by_row, by_term,
     ROWS: tl.constexpr, TERMS: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
-    """Return rows' reciprocals; of blocks, the least from a term on."""
+    """Return rows' reciprocals; of blocks, the least of K terms."""
     if scales is None:
         return tl.full(row.shape, 1.0, tl.float32)
     elif TERMS > 0:
-        k = begin + tl.arange(0, MANY)[None, :] * TERMS
-        found = _scale_of(
-            scales, row[:, None], k, rows, terms, by_row, by_term, ROWS, TERMS
-        )  # fmt: skip
+        k = begin // TERMS * TERMS + tl.arange(0, MANY)[None, :] * TERMS
+        end = tl.minimum(begin + K, terms)
+        found = _scale_of(scales, row[:, None], k, rows, end, by_row, by_term, ROWS, TERMS)
         return tl.min(found, 1)
     else:
         return tl.load(scales + row * by_row, mask=row < rows, other=1.0)
@@ -458,10 +459,10 @@ def _multiply(
         a_scales += batch * a_scale_batch
     b_scales += batch * b_scale_batch
     by_row = _row_scales(
-        a_scales, m, M, begin, terms, a_scale_row, a_scale_term, A_ROWS, A_TERMS, MANY
+        a_scales, m, M, begin, K, terms, a_scale_row, a_scale_term, A_ROWS, A_TERMS, MANY
     )
     by_column = _row_scales(
-        b_scales, n, N, begin, terms, b_scale_row, b_scale_term, B_ROWS, B_TERMS, MANY
+        b_scales, n, N, begin, K, terms, b_scale_row, b_scale_term, B_ROWS, B_TERMS, MANY
     )
     total = tl.zeros((BM, BN), tl.float32)
     serves = True
@@ -533,23 +534,23 @@ def _multiply_rest(
         a_scales += batch * a_scale_batch
     b_scales += batch * b_scale_batch
     of_columns = _row_scales(
-        b_scales, tl.arange(0, COLUMNS // B_ROWS) * B_ROWS, N, begin, terms,
+        b_scales, tl.arange(0, COLUMNS // B_ROWS) * B_ROWS, N, begin, K, terms,
         b_scale_row, b_scale_term, B_ROWS, B_TERMS, MANY,
     )  # fmt: skip
     of_rows = _row_scales(
         a_scales, m_first + tl.arange(0, BM // A_ROWS if A_ROWS < BM else 1) * A_ROWS, M, begin,
-        terms, a_scale_row, a_scale_term, A_ROWS, A_TERMS, MANY,
+        K, terms, a_scale_row, a_scale_term, A_ROWS, A_TERMS, MANY,
     )  # fmt: skip
     least = tl.min(of_rows, 0)
     if (least <= 0) | (tl.min(of_columns, 0) <= 0):
         by_row = _row_scales(
-            a_scales, m, M, begin, terms, a_scale_row, a_scale_term, A_ROWS, A_TERMS, MANY
+            a_scales, m, M, begin, K, terms, a_scale_row, a_scale_term, A_ROWS, A_TERMS, MANY
         )
         for step in range(COLUMNS // BN if STEPS is not None else tl.cdiv(N, BN)):
             n_first = step * BN
             n = (n_first + tl.arange(0, BN)).to(tl.int64)
             by_column = _row_scales(
-                b_scales, n, N, begin, terms, b_scale_row, b_scale_term, B_ROWS, B_TERMS, MANY
+                b_scales, n, N, begin, K, terms, b_scale_row, b_scale_term, B_ROWS, B_TERMS, MANY
             )
             least_of_columns = tl.min(by_column, 0)
             if (least <= 0) | (least_of_columns <= 0):
@@ -730,7 +731,8 @@ def multiply_halves(
     rows, tiles = batches * -(-M // BM), batches * -(-M // BM) * -(-N // BN)
     scalars = *numbers, *a_steps, *b_steps
     # Triangles of 256 residues, whose products have few terms, take longer there.
-    if left.block is None or most is not None or not _on_hopper(out.device):
+    plain = left.block is None or left.shape[0] > 1 or of_b[0] not in (1, BN)
+    if plain or most is not None or not _on_hopper(out.device):
         constants = unit_of(out), aligned, *form, steps, BM, BN, BK, 8, *how, otherwise
         constants += *of_a, *of_b, many
         key = out.device, kinds, out.dtype, wide(*scalars), *constants

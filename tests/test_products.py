@@ -141,6 +141,20 @@ def test_errors_of_blocks_are_at_most_twice_those_of_float32(kind, sums, device)
         assert found <= max(2 * by_torch, least), (found, by_torch)
 
 
+@pytest.mark.parametrize("exponent", [-53, -54, -55, -57, -59])
+def test_two_small_blocks_keep_their_low_digits(exponent, device):
+    """Their largest numbers are just above and below the least that halves serve."""
+    torch.manual_seed(10)
+    a, b = (
+        (1 + torch.rand(64, n, device=device)) * torch.randn(64, n, device=device).sign()
+        for n in (40, 24)
+    )
+    out = torch.full((1, 40, 24), torch.nan, device=device)
+    small = 2.0**exponent
+    multiply_halves(split_blocks(a * small).mT, split_blocks(b * small), out)
+    assert errors((out / small / small)[0], a.T, b)[0] < 4e-7
+
+
 @pytest.mark.parametrize("layout_of_b", LAYOUTS)
 @pytest.mark.parametrize("layout_of_a", LAYOUTS)
 def test_any_layout_and_odd_sizes(layout_of_a, layout_of_b, device):
@@ -217,14 +231,18 @@ def test_one_scale_serves_a_product_whose_largest_number_is_known(device):
 
 @pytest.mark.skipif(products.hopper is None, reason="this Triton's Gluon is another")
 @pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", [1, 2, 3])
 def test_hopper_leaves_rows_that_halves_do_not_serve(parts, add, monkeypatch):
     """Another kernel writes them, and nothing else."""
     monkeypatch.setattr(products, "_on_hopper", lambda device: True)
     monkeypatch.setattr(products, "_hopper_launcher", lambda aligned: lambda *args: None)
     torch.manual_seed(8)
-    a, b = torch.randn(130, 136), torch.randn(130, 150)
+    rows = 130 if parts < 3 else 900
+    a, b = torch.randn(rows, 136), torch.randn(rows, 150)
     a[100, 3], b[3, 140] = 1e-20, 1e-25
+    if parts == 3:
+        # Parts of five blocks, of which only the second has a bad one.
+        a, b = a.roll(400, 0), b.roll(400, 0)
     if parts == 1:
         left, right = split_blocks(a.T), split(b[None], 1)
         lost = torch.zeros(136, 150, dtype=torch.bool)
@@ -232,10 +250,12 @@ def test_hopper_leaves_rows_that_halves_do_not_serve(parts, add, monkeypatch):
         lost, want = lost[None], (a.T @ b)[None]
     else:
         left, right = split_blocks(a).mT, split_blocks(b)
-        lost = torch.zeros(2, 136, 150, dtype=torch.bool)
-        # Blocks of 64 rows and 128 columns, and parts of 128 rows.
-        lost[0, :128], lost[0, :, 128:] = True, True
-        want = torch.stack([a[:128].T @ b[:128], a[128:].T @ b[128:]])
+        lost = torch.zeros(parts, 136, 150, dtype=torch.bool)
+        # Blocks of 64 rows and 128 columns, and parts of 128 or 320 rows.
+        lost[parts - 2, :128], lost[parts - 2, :, 128:] = True, True
+        size = 128 if parts == 2 else 320
+        each = zip(a.split(size), b.split(size), strict=True)
+        want = torch.stack([x.T @ y for x, y in each])
     out = torch.full(want.shape, 7.0)
     multiply_halves(left, right, out, parts=parts, add=add)
     assert (out[~lost] == 7).all()

@@ -246,6 +246,20 @@ def test_products_are_as_precise_as_asked(any_torch_backend, precision):
         assert max(errors[:2]) > 2**-14, "factors aren't rounded"
 
 
+@needs_torch
+@pytest.mark.parametrize("shape", [(3, 3, 4), (7, 3, 4), (7, 7, 2)])
+def test_orders_that_begin_between_eights(any_torch_backend, shape):
+    """Edges, messages and radial functions have eights, and single orders don't."""
+    lmax, mmax, channels = shape
+    sizes = sample(lmax, mmax, edges=8, channels=channels)
+    given = {n: torch.tensor(a).float() for n, a in sizes.items()}
+    want, found = (
+        solve("so2_convolution", given, gate_channels=4, backend=backend)
+        for backend in ("torch", any_torch_backend)
+    )
+    assert max(error(one, two) for one, two in zip(want, found, strict=True)) < 4e-6
+
+
 @pytest.mark.parametrize("limit", [True, False], ids=["threadpoolctl", "none"])
 def test_one_block_and_many_agree(monkeypatch, limit, exact):
     """Without a limit to the threads of BLAS all edges are one block."""

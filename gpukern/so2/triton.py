@@ -363,7 +363,8 @@ def unscale_messages(
     arrays = dscaled, x, radial, dmessage, dradial, *kept
     lo = 0 if kept[0] is None else kept[0].stride(0)
     integers = edges, x.stride(0), radial.stride(0), lo
-    aligned = in_vectors(*[a.flatten(1)[None] for a in arrays[:5] if a is not None])
+    # Orders begin at multiples of C.
+    aligned = C % 8 == 0 and in_vectors(*[a.flatten(1)[None] for a in arrays[:5] if a is not None])
     functions = orders(lmax, mmax)[-1][1].stop
     constants = C, lmax, mmax, M, functions, BE, BC, _float(dscaled, x, radial), aligned
     programs = -(-edges // BE) * blocks
