@@ -72,11 +72,14 @@ def interpreted(parameters: dict[str, object]) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Collect tests without the garbage collector, which would visit them all again and again."""
+    """Keep tests from the garbage collector, which would visit them all again and again."""
     gc.disable()
     try:
         return (yield)
     finally:
+        gc.freeze()
+        # Torch's compiler makes so many objects that the collector would take a tenth of the time.
+        gc.set_threshold(10_000)
         gc.enable()
 
 
@@ -310,8 +313,6 @@ def program(monkeypatch):
 def young_heap():
     """Let the garbage collector visit a test's objects alone: all would take half a second."""
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
