@@ -79,29 +79,34 @@ def _keep_shapes() -> None:
     """Let blocks of one shape share it, and compare shapes without making another."""
     from triton.language import core, semantic
 
-    blocks, tensors = {}, {}
-    block, equal = core.block_type.__init__, core.tuple.__eq__
+    blocks, shapes = {}, {}
+    block, tensor, equal = core.block_type.__init__, core.tensor.__init__, core.tuple.__eq__
     broadcast = semantic.TritonSemantic.broadcast_impl_value
 
     def plain(shape):
         return [size.value if isinstance(size, core.constexpr) else size for size in shape]
 
+    def shape_of(sizes, kind):
+        """Return the shape and the number of elements of all tensors of these sizes."""
+        if sizes not in shapes:
+            made = object.__new__(core.tensor)
+            tensor(made, None, kind)
+            shapes[sizes] = made.shape, made.numel
+        return shapes[sizes]
+
     def of_block(self, element_ty, shape):
         key = element_ty.name, tuple(plain(shape))
         if key not in blocks:
             block(self, element_ty, shape)
+            self.of_tensors, self.with_elements = shape_of(key[1], self), {}
             blocks[key] = vars(self).copy()
         vars(self).update(blocks[key], element_ty=element_ty)
 
+    scalar = shape_of((), core.int32)
+
     def of_tensor(self, handle, type):
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        sizes = tuple(type.shape.values) if type.is_block() else ()
-        if sizes not in tensors:
-            tensor(self, handle, type)
-            tensors[sizes] = self.shape, self.numel
-        self.shape, self.numel = tensors[sizes]
-
-    tensor, core.tensor.__init__ = core.tensor.__init__, of_tensor
+        self.shape, self.numel = vars(type).get("of_tensors", scalar)
 
     def equals(self, other):
         if isinstance(other, (list, core.tuple)):
@@ -111,7 +116,16 @@ def _keep_shapes() -> None:
     def alike(self, lhs, rhs):
         return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
 
-    core.block_type.__init__, core.tuple.__eq__ = of_block, equals
+    def with_element(self, element_ty):
+        kinds = self.with_elements
+        if element_ty.name not in kinds:
+            kinds[element_ty.name] = core.block_type(element_ty, self.shape)
+        return kinds[element_ty.name]
+
+    core.block_type.__init__, core.block_type.with_element_ty = of_block, with_element
+    core.tensor.__init__, core.tuple.__eq__ = of_tensor, equals
+    # The interpreter's types are those of the language.
+    core.block_type.to_ir = lambda self, builder: self
     semantic.TritonSemantic.broadcast_impl_value = alike
 
 
@@ -137,6 +151,14 @@ def _keep_types() -> None:
             constants[key] = made
         return constants[key]
 
+    def operands(self, lhs, rhs):
+        """Give operands one shape; NumPy broadcasts a scalar's number by itself."""
+        if not rhs.type.is_block() and lhs.type.is_block():
+            return lhs, tensor(rhs.handle, lhs.type.with_element_ty(rhs.dtype))
+        if not lhs.type.is_block() and rhs.type.is_block():
+            return tensor(lhs.handle, rhs.type.with_element_ty(lhs.dtype)), rhs
+        return self.broadcast_impl_value(lhs, rhs)
+
     def suits(value, operand):
         """Return whether a number takes a tensor's type, without a check of its range."""
         if type(operand) is not tensor:
@@ -151,7 +173,7 @@ def _keep_types() -> None:
             kind, other = lhs.dtype, rhs.dtype.name
             moved = options[:1] == (True,) and other in integers and kind.is_ptr()
             if moved or (kind.name == other and other in plain):
-                return self.broadcast_impl_value(lhs, rhs)
+                return operands(self, lhs, rhs)
         elif suits(rhs, lhs):
             return lhs, constant(self, rhs, lhs)
         elif suits(lhs, rhs):
