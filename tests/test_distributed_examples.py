@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import subprocess
@@ -45,19 +44,14 @@ def bench(room):
     from bench import ranks
 
     counts = []
-    # A collection of garbage, before every peak of memory, passes over frozen modules.
-    gc.freeze()
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            if room:
-                patch.setattr(ranks, "memory", lambda device: room)
-            # As few rounds as there may be.
-            slowest = ranks._slowest
-            patch.setattr(ranks, "_slowest", lambda step, device, _: slowest(step, device, 0.0))
-            for found in ranks.run(device().type, quick=True):
-                counts.append(len(found["cases"]))
-    finally:
-        gc.unfreeze()
+    with pytest.MonkeyPatch.context() as patch:
+        if room:
+            patch.setattr(ranks, "memory", lambda device: room)
+        # As few rounds as there may be.
+        slowest = ranks._slowest
+        patch.setattr(ranks, "_slowest", lambda step, device, _: slowest(step, device, 0.0))
+        for found in ranks.run(device().type, quick=True):
+            counts.append(len(found["cases"]))
     return found, counts
 
 

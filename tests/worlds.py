@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib
 import inspect
 import multiprocessing
@@ -52,6 +53,9 @@ def work(connection, backend, rank, size, store, seconds):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    # The collector visits what a test makes, not all that was imported for it.
+    gc.freeze()
+    gc.set_threshold(10_000)
     if backend == "nccl":
         torch.cuda.set_device(rank % torch.cuda.device_count())
         if torch.cuda.device_count() < size:
