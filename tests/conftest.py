@@ -317,11 +317,17 @@ def young_heap():
 
 @pytest.fixture
 def quick_bench(monkeypatch):
-    """Time for a moment with one thread, at given rates, which take no time to measure."""
+    """Time three rounds with one thread, at given rates, which take no time to measure."""
     import benches
     import fusedops
     from bench import measure
 
+    timed = measure.interleaved
+
+    def interleaved(runs, wait, seconds, rounds=25, **options):
+        return timed(runs, wait, seconds, min(rounds, 3), **options)
+
+    monkeypatch.setattr(measure, "interleaved", interleaved)
     monkeypatch.setattr(measure.Plan, "seconds", 0.001)
     monkeypatch.setattr(measure.floors, "measured", lambda *args: benches.RATES)
     threads = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None
