@@ -65,9 +65,11 @@ def short(value: object) -> str:
     return value if isinstance(value, str) else str(value)[:30]
 
 
-def interpreted(parameters: dict[str, object]) -> bool:
-    """Return whether a test with these parameters runs kernels in Triton's interpreter."""
-    return any(value in ("triton", ("torch", "triton")) for value in parameters.values())
+def served_by(backend: str, item: pytest.Item) -> bool:
+    """Return whether a parameter of a test is a backend, or a place with it on the CPU."""
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    names = [value[-1] if isinstance(value, tuple) and value else value for value in values]
+    return any(isinstance(name, str) and name == backend for name in names)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -84,12 +86,12 @@ def pytest_collection():
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put campaigns last, and leave out the interpreter's cases that `interpreted_slow` excludes.
+    """Put Numba first and campaigns last, and leave out what `interpreted_slow` excludes.
 
-    At the start two workers would compile the same kernels in Numba at once: half of the matrix,
-    where the second one begins, and the campaigns.
+    So one of two workers, who begins at the start, compiles every kernel in Numba, while the other
+    begins in the middle. The campaigns, too, find the kernels compiled.
     """
-    items.sort(key=lambda item: item.path.parent.name == "fuzz")
+    items.sort(key=lambda item: 2 * (item.path.parent.name == "fuzz") - served_by("numba", item))
     if config.option.interpret_all:
         return
     left_out = []
@@ -102,7 +104,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 str(parameters[name]) in map(str, value if isinstance(value, tuple) else (value,))
                 for name, value in mark.kwargs.items()
             )
-            if interpreted(parameters) and not all(kept):
+            if served_by("triton", item) and not all(kept):
                 left_out.append(item)
                 break
     if left_out:
