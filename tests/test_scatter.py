@@ -152,7 +152,7 @@ def test_boxes_of_a_grid_are_summed_by_owners(shape, grid, index):
     p = boxes(shape, grid, index=index)
     plan = ScatterPlan(*map(tensor, p.where[:2]), p.size)
     assert plan.grid == grid
-    check(available("torch", "triton"), p)
+    check(available("torch", "triton"), p, (plan,))
     # In the order of the cubes.
     same(structured_scatter_add(tensor(p.cube), plan, backend="triton").numpy(), added(p))
 
