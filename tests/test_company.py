@@ -83,8 +83,14 @@ def test_without_a_number_of_its_own_a_call_with_tensors_takes_torchs():
     assert told(code, FUSEDOPS_NUM_THREADS="4")[2:] == ["4", "4", "2", "4"]
 
 
-def test_openmps_number_holds_for_tensors_too():
-    assert told("call(); print(fusedops.get_num_threads())", OMP_NUM_THREADS="1") == ["1"]
+def test_openmps_number_holds_for_tensors_and_ours_leaves_it_to_torch():
+    code = """
+    call()
+    print(fusedops.get_num_threads())
+    fusedops.set_num_threads(4)
+    print(torch.get_num_threads(), fusedops.get_num_threads())
+    """
+    assert told(code, OMP_NUM_THREADS="1") == ["1", "1 4"]
 
 
 def test_a_loader_of_data_works_on_one_thread():
