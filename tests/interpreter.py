@@ -131,13 +131,16 @@ def _keep_shapes() -> None:
 
 def _keep_types() -> None:
     """Let operands of one type be as they are, and make each constant once."""
+    import numpy as np
     from triton.language import core, semantic
+    from triton.runtime.interpreter import TensorHandle
 
     tensor, semantics = core.tensor, semantic.TritonSemantic
     check, convert = semantics.binary_op_type_checking_impl, semantics.to_tensor
     unwrap = core._unwrap_if_constexpr
     floats, integers = {"fp32", "fp64"}, {"int32", "int64"}
-    plain = floats | integers | {"int1"}
+    numbers = floats | integers
+    plain = numbers | {"int1"}
     unwrapped = {tensor, int, float, bool, str, type(None), core.dtype}
     constants = {}
 
@@ -180,8 +183,23 @@ def _keep_types() -> None:
             return constant(self, lhs, rhs), rhs
         return check(self, lhs, rhs, *options, **named)
 
+    def computed(name, compute):
+        """Return an operation of numbers by NumPy at once; pointers and other types go its way."""
+        genuine = getattr(semantics, name)
+
+        def by(self, lhs, rhs, *options):
+            lhs, rhs = checked(self, lhs, rhs, True, True)
+            if lhs.dtype.name in numbers:
+                data = compute(lhs.handle.data, rhs.handle.data)
+                return tensor(TensorHandle(data, lhs.dtype), lhs.type)
+            return genuine(self, lhs, rhs, *options)
+
+        return by
+
     def to_tensor(self, x, check_type=True):
         return x if type(x) is tensor else convert(self, x, check_type)
 
     semantics.binary_op_type_checking_impl, semantics.to_tensor = checked, to_tensor
+    for name, compute in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply)):
+        setattr(semantics, name, computed(name, compute))
     core._unwrap_if_constexpr = lambda x: x if type(x) in unwrapped else unwrap(x)

@@ -19,7 +19,7 @@ needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installe
 #: The test protects pages of memory, or inspects threads, the Linux way.
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has this")
 #: Triton's interpreter computes both sides of a select in NumPy, which warns of the unused one.
-interpreted = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+interpreted = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton|interpreter")
 
 #: Backends that compute by the same operations in the same order, however an array lies in memory
 #: and however many threads share the work.

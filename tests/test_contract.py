@@ -60,7 +60,7 @@ if HAS_TORCH:
 
 pytestmark = pytest.mark.filterwarnings(
     # Triton's interpreter computes both sides of a select in NumPy, which warns of the unused one.
-    "ignore::RuntimeWarning:triton",
+    "ignore::RuntimeWarning:triton|interpreter",
     "ignore:.*torch.jit:DeprecationWarning",
 )
 
