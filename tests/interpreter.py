@@ -49,12 +49,21 @@ def _bind(language, name, function, builder, scope):
     scope.set_attr(language, name, _bound(function))
 
 
+#: Operators that would call the language's functions of these names.
+_ARITHMETIC = {"tensor.__add__": "add", "tensor.__sub__": "sub", "tensor.__mul__": "mul"}
+
+
 @functools.cache
 def _bound(function):
     """Return the function with the interpreter's semantic, which Triton's wrapper only asks for."""
+    from triton.language import core
     from triton.runtime.interpreter import interpreter_semantic
 
     function = getattr(function, "__wrapped__", function)
+    if function.__qualname__ in _ARITHMETIC:
+        compute = getattr(interpreter_semantic, _ARITHMETIC[function.__qualname__])
+        # The last argument asks for no check of overflows.
+        return lambda lhs, rhs: compute(lhs, core._unwrap_if_constexpr(rhs), False)
 
     def call(*args, _semantic=None, **options):
         return function(*args, _semantic=interpreter_semantic, **options)
@@ -156,6 +165,8 @@ def _keep_types() -> None:
 
     def operands(self, lhs, rhs):
         """Give operands one shape; NumPy broadcasts a scalar's number by itself."""
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
         if not rhs.type.is_block() and lhs.type.is_block():
             return lhs, tensor(rhs.handle, lhs.type.with_element_ty(rhs.dtype))
         if not lhs.type.is_block() and rhs.type.is_block():
