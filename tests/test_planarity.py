@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fusedops
+from contract import unaligned
 from fusedops.planarity.op import gradient_vjp, nll
 from fusedops.planarity.plan import SCATTERED
 from places import interpreted
@@ -120,25 +121,15 @@ def test_scattered_atoms_have_the_same_gradient(backend, fit, monkeypatch):
         np.testing.assert_array_equal(there, here)
 
 
+LAYOUTS = {"C": np.asarray, "F": np.asfortranarray, "unaligned": unaligned}
 GROUP = st.tuples(
     st.sampled_from([0, 1, 2, 15, 16, 17, 40]),
     st.sampled_from([3, 4, 5, 9, 20]),
     st.sampled_from(["plane", "column", "atom"]),
     st.sampled_from(["int32", "int64", ">i8", "int16"]),
     st.sampled_from(["float32", "float64", "int64", "longdouble"]),
-    st.sampled_from(["C", "F", "unaligned"]),
+    st.sampled_from(list(LAYOUTS)),
 )
-
-
-def laid(array, layout):
-    """Return an equal array of another layout in memory."""
-    if layout == "F":
-        return np.asfortranarray(array)
-    if layout == "C":
-        return array
-    room = np.empty(array.nbytes + 1, np.uint8)[1:].view(array.dtype).reshape(array.shape)
-    room[...] = array
-    return room
 
 
 @settings(deadline=None, max_examples=60)
@@ -153,10 +144,10 @@ def test_compiled_packing_is_the_definition(groups, atoms, step, seed):
     given = []
     for planes, n, sigmas, dtype, real, layout in groups:
         index = rng.integers(0, atoms, (planes, n)) * (1 if dtype == "int16" else step)
-        index = laid(index.astype(dtype), layout)
+        index = LAYOUTS[layout](index.astype(dtype))
         shape = {"plane": (planes,), "column": (planes, 1), "atom": (planes, n)}[sigmas]
         sigma = (10 * rng.uniform(0.1, 2, shape)).astype(real)
-        given.append((index, laid(sigma, layout)))
+        given.append((index, LAYOUTS[layout](sigma)))
     packed = []
     for backend in BACKENDS:
         with fusedops.use_backend(backend):
