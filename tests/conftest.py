@@ -40,6 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr.split(" ")[0] in ("gpu", "gpu2"):
         return
     os.environ["TRITON_INTERPRET"] = "1"
+    # Torch's compiler makes so many objects that the collector would take a tenth of the time. With
+    # a GPU, its memory would be given back later.
+    gc.set_threshold(10_000)
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
@@ -80,8 +83,6 @@ def pytest_collection():
         return (yield)
     finally:
         gc.freeze()
-        # Torch's compiler makes so many objects that the collector would take a tenth of the time.
-        gc.set_threshold(10_000)
         gc.enable()
 
 
@@ -312,9 +313,13 @@ def program(monkeypatch):
 
 
 @pytest.fixture
-def young_heap():
+def young_heap(request):
     """Let the garbage collector visit a test's objects alone: all would take half a second."""
     gc.freeze()
+    yield
+    # Dead objects among them may have memory of a GPU.
+    if request.node.get_closest_marker("gpu") is not None:
+        gc.unfreeze()
 
 
 @pytest.fixture

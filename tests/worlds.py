@@ -55,7 +55,6 @@ def work(connection, backend, rank, size, store, seconds):
     torch.set_num_threads(1)
     # The collector visits what a test makes, not all that was imported for it.
     gc.freeze()
-    gc.set_threshold(10_000)
     if backend == "nccl":
         torch.cuda.set_device(rank % torch.cuda.device_count())
         if torch.cuda.device_count() < size:
