@@ -198,12 +198,12 @@ def _keep_types() -> None:
         """Return an operation of numbers by NumPy at once; pointers and other types go its way."""
         genuine = getattr(semantics, name)
 
-        def by(self, lhs, rhs, *options):
+        def by(self, lhs, rhs, *options, **named):
             lhs, rhs = checked(self, lhs, rhs, True, True)
             if lhs.dtype.name in numbers:
                 data = compute(lhs.handle.data, rhs.handle.data)
                 return tensor(TensorHandle(data, lhs.dtype), lhs.type)
-            return genuine(self, lhs, rhs, *options)
+            return genuine(self, lhs, rhs, *options, **named)
 
         return by
 
