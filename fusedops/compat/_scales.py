@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import fusedops._frame.needs_torch  # noqa: F401
 
@@ -27,15 +27,9 @@ class _Scaled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, F: Any, c_iso: Any, U: Any, k: Any, half: Any, n: Any, of: Any) -> Any:
-        iso, aniso = of.design @ c_iso, of.squares @ U
-        power = torch.exp(n * (of.log_s - half.log()).clamp(min=_LEAST_LOG))
-        falloff = -_LN2 * power
-        scale = iso.clamp(-10, 10)
-        of_atoms = torch.exp(scale + aniso.clamp(-10, 10))
-        of_solvent = k * torch.exp(scale + falloff.clamp(min=-30))
         ctx.save_for_backward(F, c_iso, U, k, half, n)
-        ctx.of, ctx.saved = of, (iso, aniso, power, falloff, of_atoms, of_solvent)
-        return of_atoms * F + of_solvent * of.solvent
+        ctx.of, ctx.saved = of, of.factors(c_iso, U, k, half, n)
+        return of.applied(ctx.saved, F)
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
@@ -43,11 +37,10 @@ class _Scaled(torch.autograd.Function):
         if torch.is_grad_enabled():
             leaves = [x.detach().requires_grad_() for x in inputs]
             wanted = [x if x.requires_grad else y for x, y in zip(inputs, leaves, strict=True)]
-            atoms, solvent = of.factors(*wanted[1:])
-            y = atoms * wanted[0] + solvent
+            y = of.applied(of.factors(*wanted[1:]), wanted[0])
             return *torch.autograd.grad(y, wanted, dy, create_graph=True), None
         F, _, _, k, half, n = inputs
-        iso, aniso, power, falloff, of_atoms, of_solvent = ctx.saved
+        of_atoms, of_solvent, iso, aniso, power = ctx.saved
         dF = of_atoms * dy if ctx.needs_input_grad[0] else None
         if not any(ctx.needs_input_grad[1:]):
             return dF, None, None, None, None, None, None
@@ -56,7 +49,7 @@ class _Scaled(torch.autograd.Function):
         dc = ((atoms + solvent) * (iso.abs() <= 10)) @ of.design
         dU = (atoms * (aniso.abs() <= 10)) @ of.squares
         log_ratio = of.log_s - half.log()
-        slope = solvent * (falloff >= -30) * -_LN2 * power
+        slope = -solvent * (power <= 30) * power
         dn = slope @ log_ratio.clamp(min=_LEAST_LOG)
         dhalf = -n / half * (slope * (log_ratio >= _LEAST_LOG)).sum()
         return dF, dc, dU, solvent.sum() / k, dhalf, dn, None
@@ -70,23 +63,34 @@ def _real_product(x: Any, y: Any) -> Any:
 _LN2, _LEAST_LOG = math.log(2), math.log(1e-12)
 
 
-class _Scale:
+class _Scale(NamedTuple):
     """The constants of a scaler's reflections."""
 
-    def __init__(self, scaler: Any, solvent: Any) -> None:
-        self.design, self.solvent = scaler._iso_design, solvent
-        s = scaler.s
-        x, y, z = s.T
-        products = torch.stack([x * x, y * y, z * z, 2 * x * y, 2 * x * z, 2 * y * z], 1)
-        self.squares = -2 * math.pi**2 * products
-        self.log_s = scaler._s_half_sq.log()
+    design: Any
+    squares: Any
+    log_s: Any
+    solvent: Any
 
-    def factors(self, c_iso: Any, U: Any, k: Any, half: Any, n: Any) -> tuple[Any, Any]:
-        """Return the factor of atoms, and the term of solvent, by plain operations."""
-        scale = torch.exp((self.design @ c_iso).clamp(-10, 10))
-        power = torch.exp(n * (self.log_s - half.log()).clamp(min=_LEAST_LOG))
-        solvent = k * torch.exp((-_LN2 * power).clamp(min=-30)) * self.solvent
-        return scale * torch.exp((self.squares @ U).clamp(-10, 10)), scale * solvent
+    @classmethod
+    def of(cls, scaler: Any) -> _Scale:
+        """Return them for a scaler's reflections, with the solvent that it keeps."""
+        x, y, z = scaler.s.T
+        products = torch.stack([x * x, y * y, z * z, 2 * x * y, 2 * x * z, 2 * y * z], 1)
+        squares = -2 * math.pi**2 * products
+        return cls(scaler._iso_design, squares, scaler._s_half_sq.log(), scaler._f_sol_raw)
+
+    def factors(self, c_iso: Any, U: Any, k: Any, half: Any, n: Any) -> tuple[Any, ...]:
+        """Return the factors of atoms and of solvent, and the exponents that they follow from."""
+        iso, aniso = self.design @ c_iso, self.squares @ U
+        power = _LN2 * torch.exp(n * (self.log_s - half.log()).clamp(min=_LEAST_LOG))
+        scale = iso.clamp(-10, 10)
+        of_atoms = torch.exp(scale + aniso.clamp(-10, 10))
+        of_solvent = k * torch.exp(scale - power.clamp(max=30))
+        return of_atoms, of_solvent, iso, aniso, power
+
+    def applied(self, factors: tuple[Any, ...], F: Any) -> Any:
+        """Return structure factors with scale and solvent."""
+        return factors[0] * F + factors[1] * self.solvent
 
 
 def scaled(scaler: Any, fcalc: Any, f_sol_override: Any = None) -> Any:
@@ -105,7 +109,7 @@ def scaled(scaler: Any, fcalc: Any, f_sol_override: Any = None) -> Any:
     value = kept_terms(scaler).value
     with torch.no_grad():
         factors = value.get((*refined, constants), lambda: constants.factors(*parameters()))
-    return factors[0] * fcalc + factors[1]
+    return constants.applied(factors, fcalc)
 
 
 def _constants(scaler: Any, fcalc: Any) -> _Scale | None:
@@ -122,7 +126,7 @@ def _constants(scaler: Any, fcalc: Any) -> _Scale | None:
     if scaler._f_sol_raw is None:
         scaler._f_sol_raw = scaler.solvent.get_rec_solvent(scaler.hkl)
     sources = scaler._f_sol_raw, scaler._iso_design, scaler.s, scaler._s_half_sq
-    return kept_terms(scaler).packed.get(sources, lambda: _Scale(scaler, scaler._f_sol_raw))
+    return kept_terms(scaler).packed.get(sources, lambda: _Scale.of(scaler))
 
 
 def _parameters(scaler: Any) -> tuple[Any, ...]:
@@ -135,12 +139,14 @@ class _Fit:
 
     def __init__(self, scaler: Any, of: _Scale, fcalc: Any) -> None:
         solvent, work = sys.modules["torchref.scaling.solvent"], scaler._data.work
-        sources = of.design, of.squares, of.log_s, fcalc, of.solvent
-        design, squares, log_s, atoms, of_solvent = (work.select(x.detach()) for x in sources)
-        self.design, self.squares, self.log_s = design.double(), squares.double(), log_s.double()
-        self.atoms, self.solvent = (F.to(torch.complex128) for F in (atoms, of_solvent))
+
+        def exact(x: Any) -> Any:
+            dtype = torch.complex128 if x.is_complex() else torch.float64
+            return work.select(x.detach()).to(dtype)
+
+        self.of, self.F = _Scale(*map(exact, of)), exact(fcalc)
         self.observed = work.F.detach().double()
-        self.U = slice(design.shape[1], design.shape[1] + 6)
+        self.U = slice(of.design.shape[1], of.design.shape[1] + 6)
         edges = (-10, 10), np.log(solvent.SS_HALF_BOUNDS), np.log(solvent.N_EXP_BOUNDS)
         bounds = np.array([(-np.inf, np.inf)] * self.U.stop + [*edges])
         # TorchRef's clamps have no gradient where an exponential is rounded to beyond a bound.
@@ -148,22 +154,22 @@ class _Fit:
 
     def __call__(self, x: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
         """Return the loss, with TorchRef's penalty of U, its gradient, and J transposed times J."""
-        given = torch.from_numpy(x).to(self.design.device)
+        of = self.of
+        given = torch.from_numpy(x).to(self.F.device)
         c, U, (log_k, log_half, log_n) = given.tensor_split([self.U.start, self.U.stop])
-        iso, aniso = self.design @ c, self.squares @ U
-        n, log_ratio = log_n.exp(), (self.log_s - log_half).clamp(min=_LEAST_LOG)
-        power = _LN2 * torch.exp(n * log_ratio)
-        scale = torch.exp(iso.clamp(-10, 10))
-        F_atoms = scale * torch.exp(aniso.clamp(-10, 10)) * self.atoms
-        F_solvent = scale * torch.exp(log_k - power.clamp(max=30)) * self.solvent
-        F = F_atoms + F_solvent
+        n = log_n.exp()
+        factors = of.factors(c, U, log_k.exp(), log_half.exp(), n)
+        of_atoms, of_solvent, iso, aniso, power = factors
+        F = of.applied(factors, self.F)
         size = F.abs()
         phase = F / size.clamp(min=torch.finfo(size.dtype).tiny)
-        atoms, solvent = (_real_product(phase, part) for part in (F_atoms, F_solvent))
-        falloff = -solvent * power * (power < 30) * n
+        atoms = of_atoms * _real_product(phase, self.F)
+        solvent = of_solvent * _real_product(phase, of.solvent)
+        falloff = -solvent * (power <= 30) * power * n
+        log_ratio = (of.log_s - log_half).clamp(min=_LEAST_LOG)
         columns = [
-            ((atoms + solvent) * (iso.abs() < 10))[:, None] * self.design,
-            (atoms * (aniso.abs() < 10))[:, None] * self.squares,
+            ((atoms + solvent) * (iso.abs() <= 10))[:, None] * of.design,
+            (atoms * (aniso.abs() <= 10))[:, None] * of.squares,
             torch.stack([solvent, -falloff, falloff * log_ratio, size - self.observed], 1),
         ]
         J = torch.cat(columns, 1)
@@ -233,14 +239,14 @@ def fit(
     scale_target: str = "ls",
 ) -> Any:
     """Fit a scaler to the amplitudes of its work set, and return TorchRef's measures of the fit."""
-    refined, of = [], _constants(scaler, fcalc)
-    if of is not None:
-        refined = [*_parameters(scaler)]
     theirs, data = sys.modules["torchref.scaling.scaler_base"], scaler._data
-    whole = len(refined) == len([*scaler.parameters()]) and all([p.requires_grad for p in refined])
+    of = _constants(scaler, fcalc)
     own = type(scaler).forward is theirs.ScalerBase.forward
     in_float64 = fcalc.device.type in ("cpu", "cuda")
-    if not (whole and own and in_float64 and scale_target == "ls" and nsteps > 0) or of is None:
+    if of is None or not own or not in_float64 or scale_target != "ls" or nsteps < 1:
+        return NotImplemented
+    refined = _parameters(scaler)
+    if len(refined) < len([*scaler.parameters()]) or not all([p.requires_grad for p in refined]):
         return NotImplemented
     with torch.no_grad():
         minimum = _Fit(scaler, of, fcalc)
