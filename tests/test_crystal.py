@@ -10,7 +10,7 @@ import pytest
 
 import fusedops
 from fusedops import crystal
-from fusedops.crystal import structure_factors, symmetrize
+from fusedops.crystal import factors, structure_factors, symmetrize, symmetry
 
 IDENTITY = np.eye(4)[:3]
 SCREW = np.array([[-1, 0, 0, 0], [0, 1, 0, 0.5], [0, 0, -1, 0]])
@@ -75,7 +75,7 @@ class TestSymmetrize:
     def test_many_planes_and_any_layout(self, monkeypatch, dtype, threads):
         map = whole((6, 4, 8)).astype(dtype)
         expected = symmetrize(map, [IDENTITY, SCREW])
-        monkeypatch.setattr(crystal, "_CHUNK", 64)
+        monkeypatch.setattr(symmetry, "_CHUNK", 64)
         fusedops.set_num_threads(threads)
         try:
             turned = np.asfortranarray(map)[::-1][::-1]
@@ -163,7 +163,7 @@ class TestStructureFactors:
         arguments = random(shape).astype(np.float32), all_indices(shape), OBLIQUE
         expected, pullback = structure_factors.vjp(*arguments)
         (dmap,) = pullback(expected)
-        monkeypatch.setattr(crystal, "_scipy_fft", lambda: None)
+        monkeypatch.setattr(factors, "_scipy_fft", lambda: None)
         found, pullback = structure_factors.vjp(*arguments)
         assert found.dtype == expected.dtype == np.complex64
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * abs(expected).max())
@@ -328,10 +328,10 @@ def test_they_compile_with_a_graph_break(torch):
 def test_the_formula_for_a_gpu(torch, monkeypatch):
     """On the CPU, tensors are summed and transformed as arrays."""
     map = whole((3, 3, 6))
-    monkeypatch.setattr(crystal, "_CHUNK_ON_GPU", 60)
-    for moves in crystal._passes(*map_key(GROUP), map.shape)[0]:
-        expected = crystal._one_pass(moves, map)
-        found = crystal._one_pass(moves, torch.tensor(map))
+    monkeypatch.setattr(symmetry, "_CHUNK_ON_GPU", 60)
+    for moves in symmetry._passes(*map_key(GROUP), map.shape)[0]:
+        expected = symmetry._one_pass(moves, map)
+        found = symmetry._one_pass(moves, torch.tensor(map))
         np.testing.assert_array_equal(found, expected)
         assert (expected != map).any()
     # As are structure factors, and their adjoint.
@@ -346,7 +346,7 @@ def test_the_formula_for_a_gpu(torch, monkeypatch):
 
 
 def map_key(operations):
-    return [array.tobytes() for array in crystal._read_operations(operations, "symmetrize")]
+    return [array.tobytes() for array in symmetry.read_operations(operations, "symmetrize")]
 
 
 def test_constants_that_require_grad_are_refused(torch):

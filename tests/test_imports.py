@@ -22,7 +22,7 @@ ROOMS = {
     "": "package",
     **dict.fromkeys(("_info", "_swaps", "_version"), "package"),
     "__main__": "cli",
-    **dict.fromkeys(("crystal", "distributed", "mapfiles", "maps", "nn", "pairs"), "library"),
+    **dict.fromkeys(("distributed", "mapfiles", "maps", "nn", "pairs"), "library"),
     **dict.fromkeys(("flatness", "restraints", "samples", "scaling", "structure"), "library"),
     "testing": "library",
     **dict.fromkeys(("_catalogue", "_pictures"), "library"),
