@@ -454,7 +454,9 @@ def _least_squares(F: Any, observed: Any, sigma: Any) -> tuple[Any, Callable[...
 
 
 def _least_squares_of_tensors(F: Any, observed: Any, sigma: Any) -> Any:
-    return 0.5 * ((F.abs() - observed) / sigma).square().sum()
+    from torch.nn.functional import mse_loss
+
+    return 0.5 * mse_loss(F.abs() / sigma, observed / sigma, reduction="sum")
 
 
 def _torchref(problem: Crystal, device: str, bits: int) -> Steps:

@@ -169,6 +169,34 @@ def test_kernels_compile(families, dtype, capability, before, tmp_path):
     assert compiling(capability, code, tmp_path) == "compiled\n"
 
 
+# Primitives of the GPU alone, which have no cases.
+OF_TENSORS = """
+from fusedops.crystal import Reflections
+from fusedops.density import op
+
+
+def note(kernel, made):
+    print(kernel.__name__)
+
+
+on = Reflections([[1, 0, 0]], [[9.0, 0, 0], [0, 8, 0], [0, 0, 7]], (4, 4, 4))
+for dtype in (torch.float32, torch.float64):
+    spectrum, factors = torch.empty(48, 2, dtype=dtype), torch.empty(1, 2, dtype=dtype)
+    launched("spectrum_to_factors", {"spectrum": spectrum, "reflections": on})
+    launched("factors_to_spectrum", {"factors": factors, "reflections": on})
+    for b in (torch.empty(3, dtype=dtype), torch.empty(3, 6, dtype=dtype)):
+        widths = torch.empty(3, 5, dtype=dtype)
+        launched("atom_radius", {"b": b, "widths": widths, "n_sigma": 3.0})
+"""
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_of_tensors_compile(capability, tmp_path):
+    compiled = compiling(capability, OF_TENSORS, tmp_path).split()
+    assert compiled == ["_gather", "_spread", "_reach", "_reach"] * 2
+
+
 # The update of float32 with factors of TF32, of which large tiles take 164 KiB, by arrays of the
 # CPU that pass for a GPU's.
 ADA = """

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fusedops
-from fusedops import crystal
+from fusedops import crystal, testing
 from fusedops.crystal import factors, structure_factors, symmetrize, symmetry
 
 IDENTITY = np.eye(4)[:3]
@@ -387,6 +387,31 @@ def test_reflections_on_a_gpu(torch):
     map *= 2
     graph.replay()
     torch.testing.assert_close(found, 2 * expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("count", "shape", "options"),
+    [
+        (300, (8, 10, 12), {"blur": 20.0, "operations": [IDENTITY, SCREW]}),
+        (40, (5, 7, 9), {}),
+        # Each place sums many waves.
+        (200, (3, 3, 3), {}),
+        (0, (4, 5, 6), {}),
+    ],
+)
+def test_the_kernels_of_a_gpu(torch, count, shape, options, dtype):
+    rng, most = np.random.default_rng(count), np.array(shape) // 2
+    hkl = rng.integers(-most + 1, most, (count, 3))
+    on = crystal.Reflections(hkl, OBLIQUE, shape, **options)
+    for primitive in (factors.gather, factors.spread):
+        size = count if primitive is factors.spread else shape[0] * shape[1] * (shape[2] // 2 + 1)
+        pairs = torch.tensor(rng.normal(size=(size, 2)), dtype=getattr(torch, dtype))
+        with fusedops.use_backend("triton"), testing.poisoned_outputs():
+            (found,) = primitive(pairs, on)
+        (expected,) = primitive.formula(primitive.Arguments(pairs.double(), on))
+        assert found.dtype == pairs.dtype
+        assert testing.error(found, expected) < testing.TOLERANCE[dtype] * max(1, count**0.5 / 8)
 
 
 def test_vectorized_hessians(torch):

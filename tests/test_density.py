@@ -33,7 +33,7 @@ from densities import (
 )
 from fusedops import Lattice, gaussian_density
 from fusedops.density import atom_radius, bad_atoms
-from fusedops.density.op import COMPONENTS, SLACK, clamped, density
+from fusedops.density.op import COMPONENTS, SLACK, clamped, density, reach
 from fusedops.density.plan import MOST_VOXELS
 from fusedops.samples import atoms_in
 from fusedops.testing import error
@@ -271,7 +271,13 @@ def test_the_rule_of_radii(dtype, n_sigma):
         same(got, want.astype(dtype))
         assert len(set(got.tolist())) > 5 or n_sigma == 1
         if HAS_TORCH:
-            same(atom_radius(tensor(values), tensor(widths), n_sigma=n_sigma).numpy(), got)
+            tensors = tensor(values), tensor(widths)
+            same(atom_radius(*tensors, n_sigma=n_sigma).numpy(), got)
+            tensors[0][0] = tensors[1][1, 3] = math.nan
+            with fusedops.use_backend("triton"):
+                (by_kernel,) = reach(*tensors, n_sigma)
+            assert by_kernel[:2].isnan().all()
+            same(by_kernel[2:].numpy(), got[2:])
 
 
 @needs_torch

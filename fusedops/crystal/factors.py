@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from fusedops._frame.arrays import ArrayT, add_at, cast, namespace, zeros
-from fusedops._frame.check import device_of, same_device
+from fusedops._frame.arrays import ArrayT, add_at, cast, namespace, wide, zeros
+from fusedops._frame.check import device_of, is_tensor, same_device, traced
+from fusedops._frame.primitive import Primitive
 from fusedops._host.threads import get_num_threads
 from fusedops.crystal.linear import checked_map, linear, linear_in
-from fusedops.crystal.plan import Reflections
+from fusedops.crystal.plan import Reflections, as_complex, as_real
 from fusedops.density import CellLike
 
 
@@ -31,6 +32,76 @@ def _transforms(like: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return fft.rfftn, fft.irfftn
     shared = functools.partial(functools.partial, workers=get_num_threads())
     return shared(scipy.rfftn), shared(scipy.irfftn)
+
+
+def _gathered(spectrum: Any, reflections: Reflections) -> Any:
+    """Return structure factors from a half spectrum."""
+    factors, fields = _factors(reflections, spectrum)
+    where, mated = namespace(spectrum).where, fields.at >= 0
+    found = spectrum[where(mated, fields.at, ~fields.at)]
+    found = where(mated, found.conj(), found)
+    return (factors * cast(found, factors).reshape(factors.shape)).sum(0)
+
+
+def _spread(dF: Any, reflections: Reflections) -> Any:
+    """Sum a wave for each index; the half spectrum holds it, its Friedel mate, or both."""
+    factors, fields = _factors(reflections, dF)
+    halves = (0.5 * factors.conj() * dF).reshape(-1)
+    waves = namespace(dF).concatenate([halves.conj(), halves])[fields.waves]
+    spectrum = zeros(waves, (_size(reflections),))
+    add_at(spectrum, fields.wave_at, waves)
+    return spectrum
+
+
+def _on_pairs(function: Callable[[Any, Reflections], Any], a: Any) -> tuple[Any]:
+    """Return a function of complex numbers as a primitive's, of pairs of real ones."""
+    pairs, reflections = a
+    return (cast(as_real(function(as_complex(wide(pairs)), reflections)), pairs),)
+
+
+def _factors(reflections: Reflections, like: Any) -> tuple[Any, Any]:
+    """Return the factors in the precision of complex numbers, and all fields."""
+    fields = reflections.fields_like(like)
+    return as_complex(fields.single if like.dtype.itemsize == 8 else fields.factors), fields
+
+
+def _size(reflections: Reflections) -> int:
+    """Return the size of a real map's half spectrum."""
+    nx, ny, nz = reflections.shape
+    return nx * ny * (nz // 2 + 1)
+
+
+_SIZES: dict[str, Any] = {
+    "M": lambda a: a.reflections.num_reflections,
+    "n": lambda a: _size(a.reflections),
+}
+
+# Complex numbers are pairs of real ones, which the frame declares alone.
+gather = Primitive(
+    "spectrum_to_factors",
+    family="crystal",
+    arrays={"spectrum": "(n, 2)"},
+    static={"reflections": Reflections},
+    sizes=_SIZES,
+    outputs={"factors": "(M, 2)"},
+    formula=functools.partial(_on_pairs, _gathered),
+)
+spread = Primitive(
+    "factors_to_spectrum",
+    family="crystal",
+    arrays={"factors": "(M, 2)"},
+    static={"reflections": Reflections},
+    sizes=_SIZES,
+    outputs={"spectrum": "(n, 2)"},
+    formula=functools.partial(_on_pairs, _spread),
+)
+
+
+def _either(function: Callable[..., Any], kernels: Primitive, x: Any, on: Reflections) -> Any:
+    """Return a function's result for some reflections, by kernels if it is on a GPU."""
+    if not (is_tensor(x) and x.is_cuda) or traced():
+        return function(x, on)
+    return as_complex(kernels(as_real(x), on)[0])
 
 
 @linear
@@ -112,31 +183,15 @@ def structure_factors(
             raise TypeError(f"{op}: cell is None; it should be given, unless hkl is a Reflections")
         reflections = Reflections.of_call(op, hkl, cell, shape, blur, operations)
         reflections = reflections.to(device_of(map))
-    single = map.dtype.itemsize == 4
-
-    def parts(like: Any) -> tuple[Any, Any]:
-        """Return the factors in the precision of the map, and all fields."""
-        fields = reflections.fields_like(like)
-        return fields.single if single else fields.factors, fields
 
     def transform(map: Any) -> Any:
-        factors, fields = parts(map)
         forward, _ = _transforms(map)
-        found = forward(map).reshape(-1)[fields.at]
-        found = namespace(map).where(fields.mated, found.conj(), found)
-        return (factors * cast(found, factors).reshape(factors.shape)).sum(0)
+        return _either(_gathered, gather, forward(map).reshape(-1), reflections)
 
     def adjoint(dF: Any) -> Any:
-        """Sum a wave for each index; the half spectrum holds it, its Friedel mate, or both."""
-        xp = namespace(dF)
-        factors, fields = parts(dF)
-        halves = (0.5 * factors.conj() * dF).reshape(-1)
-        halves = xp.concatenate([halves.conj(), halves])[fields.held]
-        nx, ny, nz = shape
-        spectrum = zeros(halves, (nx * ny * (nz // 2 + 1),))
-        add_at(spectrum, fields.held_at, halves)
         _, backward = _transforms(dF)
-        dmap = backward(spectrum.reshape(nx, ny, -1), shape, (0, 1, 2), norm="forward")
+        spectrum = _either(_spread, spread, dF, reflections).reshape(*shape[:2], -1)
+        dmap = backward(spectrum, shape, (0, 1, 2), norm="forward")
         # NumPy 1 transforms in float64.
         return dmap if dmap.dtype == dF.real.dtype else cast(dmap, dF.real)
 

@@ -74,12 +74,12 @@ def _plain(array: np.ndarray, function: Any, adjoint: Any) -> Any:
 
 
 def _recorded(tensor: Any, function: Any, adjoint: Any) -> Any:
-    return _differentiable().apply(tensor, function, adjoint)
+    return _differentiable()(tensor, function, adjoint)
 
 
 @functools.cache
 def _differentiable() -> Any:
-    """Return the autograd.Function for tensors; its class can't be declared without torch."""
+    """Return the differentiable call of tensors; its class can't be declared without torch."""
     from fusedops._frame.bridge.autograd import is_batch, row_by_row
 
     torch = sys.modules["torch"]
@@ -101,22 +101,31 @@ def _differentiable() -> Any:
 
         @staticmethod
         def backward(ctx: Any, dy: Any) -> Any:
-            def pull_back(dy: Any) -> Any:
-                return [Linear.apply(*dy, ctx.adjoint, ctx.function)]
+            def pull_back(rows: Any) -> Any:
+                return [call(rows[0], ctx.adjoint, ctx.function)]
 
             (dx,) = row_by_row(pull_back, [dy]) if is_batch(dy) else pull_back([dy])
             return dx, None, None
 
         @staticmethod
         def jvp(ctx: Any, dx: Any, *_: Any) -> Any:
-            return Linear.apply(dx, ctx.function, ctx.adjoint)
+            return call(dx, ctx.function, ctx.adjoint)
 
         @staticmethod
         def vmap(_: Any, in_dims: tuple[Any, ...], x: Any, function: Any, adjoint: Any) -> Any:
-            each = [Linear.apply(one, function, adjoint) for one in x.unbind(in_dims[0])]
+            each = [call(one, function, adjoint) for one in x.unbind(in_dims[0])]
             return torch.stack(each), 0
 
-    return Linear
+    # Function.apply without what it does for torch.func, which takes longer than our kernels.
+    quick: Any = super(torch.autograd.Function, Linear).apply
+
+    def call(x: Any, function: Any, adjoint: Any) -> Any:
+        if bridge().modes.transforms():
+            return Linear.apply(x, function, adjoint)
+        # Without a node's cost in the usual backward pass.
+        return (quick if torch.is_grad_enabled() else Linear.forward)(x, function, adjoint)
+
+    return call
 
 
 def checked_map(op: str, map: Any) -> Any:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fusedops._frame.check import indices, of_shape, real, values
+from fusedops._frame.arrays import contiguous, namespace
+from fusedops._frame.check import indices, is_tensor, of_shape, real, values
 from fusedops._frame.packed import Packed
 from fusedops.crystal.symmetry import PARTS, read_operations
 from fusedops.density import CellLike
@@ -61,10 +62,11 @@ class Reflections(Packed):
     Reflections(2 of a map of 20 × 20 × 20, on cpu)
     """
 
-    # factors (K, M): complex, and in single precision; at (K M,): where a real map's half spectrum
-    # has an index, or else its Friedel mate; mated (K M,): whether it has the index, whose factor
-    # is the conjugate; held (L,), held_at (L,): where a wave's conjugates (first K M) and waves go.
-    _fields = ("factors", "single", "at", "mated", "held", "held_at")
+    # factors (K, M, 2), real and imaginary parts, and in single precision; at (K M,): where a real
+    # map's half spectrum has an index, whose factor is the conjugate, or -1 minus where it has the
+    # Friedel mate; waves (L,), wave_at (L,): waves, the first K M of which are conjugates, in the
+    # order of the places that hold them; begin (P + 1,): the waves of each of the places.
+    _fields = ("factors", "single", "at", "waves", "wave_at", "begin")
     _sizes = ("nx", "ny", "nz")
 
     def __init__(
@@ -90,11 +92,33 @@ class Reflections(Packed):
         """The shape of the map."""
         return self.nx, self.ny, self.nz
 
+    @property
+    def num_reflections(self) -> int:
+        """The number of indices."""
+        return int(self.arrays()[0].shape[1])
+
     def __repr__(self) -> str:
         return (
-            f"Reflections({self.arrays()[0].shape[1]} of a map of {self.nx} × {self.ny} × "
+            f"Reflections({self.num_reflections} of a map of {self.nx} × {self.ny} × "
             f"{self.nz}, on {self.device})"
         )
+
+
+def as_real(array: Any) -> Any:
+    """Return complex numbers as a real array (..., 2)."""
+    if is_tensor(array):
+        return namespace(array).view_as_real(array.resolve_conj())
+    return contiguous(array).view(array.real.dtype).reshape(*array.shape, 2)
+
+
+def as_complex(array: Any) -> Any:
+    """Return a real array (..., 2) as complex numbers."""
+    if is_tensor(array):
+        # NumPy's empty arrays have strides that torch refuses.
+        array = array.contiguous() if array.numel() else array.new_empty(array.shape)
+        return namespace(array).view_as_complex(array)
+    array = contiguous(array)
+    return array.view(np.result_type(array.dtype, np.complex64))[..., 0]
 
 
 def _layout(
@@ -125,15 +149,18 @@ def _layout(
     phases = np.exp(2j * np.pi / PARTS * (translations @ hkl.T % PARTS))
     plus, in_plus = _half(turned, shape)
     minus, in_minus = _half(-turned, shape)
-    held = np.flatnonzero(np.concatenate([in_plus, in_minus]))
-    factors = _factors(op, hkl, cell, blur, nx * ny * nz) * phases
+    kept = np.flatnonzero(np.concatenate([in_plus, in_minus]))
+    place = np.concatenate([plus, minus])[kept]
+    order = np.argsort(place, kind="stable")
+    place = place[order]
+    factors = as_real(_factors(op, hkl, cell, blur, nx * ny * nz) * phases)
     return {
         "factors": factors,
-        "single": factors.astype(np.complex64),
-        "at": np.where(in_plus, plus, minus),
-        "mated": in_plus,
-        "held": held,
-        "held_at": np.concatenate([plus, minus])[held],
+        "single": factors.astype(np.float32),
+        "at": np.where(in_plus, plus, ~minus),
+        "waves": kept[order],
+        "wave_at": place,
+        "begin": np.append(np.flatnonzero(np.diff(place, prepend=-1)), len(place)),
         "nx": nx,
         "ny": ny,
         "nz": nz,

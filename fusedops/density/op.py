@@ -34,6 +34,7 @@ from fusedops._frame.check import (
     positive,
     promoted,
     real,
+    traced,
     unseen,
     warn,
 )
@@ -770,6 +771,15 @@ density_vjp_vjp = Primitive(
     formula=_vjp_vjp_formula,
 )
 
+reach = Primitive(
+    "atom_radius",
+    family="density",
+    arrays={"b": _ATOMS["b"], "widths": _ATOMS["widths"]},
+    static={"n_sigma": float},
+    outputs={"radius": "(N) of b, widths"},
+    formula=lambda a: (_radius(a.b, a.widths, a.n_sigma),),
+)
+
 
 def _in(dtype: Any, value: Any) -> Any:
     """Return an array in `dtype`, as a `Made` if it must be cast."""
@@ -920,14 +930,16 @@ def gaussian_density(
     if radius is None:
         n_sigma = positive(name, "n_sigma", n_sigma)
 
-        def reach(b: Any, widths: Any) -> Any:
+        def radius_of(b: Any, widths: Any) -> Any:
             b, widths = (
-                cast(outside_of_transforms(name, argument, array), dtype)
+                cast(detached(outside_of_transforms(name, argument, array)), dtype)
                 for argument, array in (("b", b), ("widths", widths))
             )
-            return atom_radius(b, widths, n_sigma=n_sigma)
+            if device_of(b) == "cpu" or traced():
+                return _radius(b, widths, n_sigma)
+            return reach(b, widths, n_sigma)[0]
 
-        in_radius: Any = Made(reach, b, widths)
+        in_radius: Any = Made(radius_of, b, widths)
     elif isinstance(radius, numbers.Real):
         number = real(name, "radius", radius)
         # Made from widths, not from xyz, which torch.vmap may map over.

@@ -35,8 +35,9 @@ from fusedops.density.op import density as definition
 from fusedops.density.op import density_vjp_vjp as derivative
 from gpukern.launch import Launcher, kernel_of_any_size, wide
 
-# Voxels that a program takes at a time, and its warps.
+# Voxels that a program takes at a time, and its warps; and atoms whose radius it finds.
 _VOXELS, _WARPS = 128, 1
+_ATOMS = 128
 
 _PI = tl.constexpr(3.141592653589793)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -692,6 +693,51 @@ def _anisotropic_vjp(
 
 
 @triton.jit
+def _largest_eigenvalue(u, own):
+    """Return the largest eigenvalue of symmetric matrices xx, yy, zz, xy, xz, yz.
+
+    In units of p around the mean, e³ - 3 e is the determinant (Smith, 1961). With e = 1 + d the
+    largest has d³ + 3 d² = c, to which Newton's method falls from the root without the cube.
+    """
+    m = ()
+    for i in tl.static_range(6):
+        m = m + (tl.load(u + i, mask=own, other=0.0).to(tl.float64),)
+    mean = (m[0] + m[1] + m[2]) / 3
+    x, y, z = m[0] - mean, m[1] - mean, m[2] - mean
+    p = tl.sqrt((x * x + y * y + z * z + 2 * (m[3] * m[3] + m[4] * m[4] + m[5] * m[5])) / 6)
+    safe = tl.where(p > 0, p, 1.0)
+    form = _scaled(1 / safe, (x, y, z, m[3], m[4], m[5]))
+    x, y, z, xy, xz, yz = form
+    determinant = x * (y * z - yz * yz) - xy * (xy * z - xz * yz) + xz * (xy * yz - xz * y)
+    c = tl.minimum(tl.maximum(2 + determinant, 0.0), 4.0)
+    d = tl.sqrt(c / 3)
+    for _ in tl.static_range(4):
+        d -= (d * (d + 3) - c / tl.where(d > 0, d, 1.0)) / (3 * d + 6)
+    return mean + p * (1 + d)
+
+
+def _reach(
+    b, widths, radius, count, N_SIGMA: tl.constexpr, G: tl.constexpr, ANISOTROPIC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write how far atoms reach."""
+    n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    own = n < count
+    widest = tl.load(widths + n * G, mask=own, other=1.0)
+    for g in tl.static_range(1, G):
+        width = tl.load(widths + n * G + g, mask=own, other=1.0)
+        widest = tl.where((width > widest) | (width != width), width, widest)
+    square = widest.to(tl.float64) / (8 * _PI * _PI)
+    if ANISOTROPIC:
+        square += _largest_eigenvalue(b + 6 * n, own)
+    else:
+        square += tl.load(b + n, mask=own, other=1.0).to(tl.float64) / (8 * _PI * _PI)
+    quarters = tl.ceil(N_SIGMA / 0.25 * tl.sqrt(tl.where(square < 1e-6, 1e-6, square)))
+    reach = tl.where(quarters < 8, 2.0, 0.25 * quarters)
+    tl.store(radius + n, reach.to(radius.dtype.element_ty), mask=own)
+
+
+@triton.jit
 def _tangent(pointer, at):
     """Return an element of a tangent, zero where there is no tangent."""
     if pointer is None:
@@ -1124,6 +1170,7 @@ def _bin(xyz, to_grid, n, N, nx, BINS: tl.constexpr):
 
 # Bins of the cell along x, and atoms of a program that sorts.
 _BINS, _BLOCK = 1024, 256
+_reaching = Launcher(kernel_of_any_size(_reach), 4)
 _counting = Launcher(kernel_of_any_size(_count), 4)
 _placing = Launcher(kernel_of_any_size(_place), 4)
 
@@ -1154,6 +1201,18 @@ def _layout(a: Any, order: Any, *grids: Any) -> Any:
     sizes = *lattice.grid, lattice.start, lattice.stop - lattice.start
     index = tl.int32 if math.prod(lattice.grid) // quad < 2**31 else tl.int64
     return given, sizes, (*shape, _VOXELS // quad, kind, index), quad
+
+
+@register("atom_radius", "triton")
+def atom_radius(a: Any, y: Any) -> None:
+    b, widths, n_sigma = a
+    count, gaussians = widths.shape
+    if not count:
+        return
+    constants = n_sigma, gaussians, b.ndim == 2, _ATOMS
+    key = b.device, b.dtype, widths.dtype, wide(count), *constants
+    arrays = b.contiguous(), widths.contiguous(), y.radius
+    _reaching(-(-count // _ATOMS), key, *arrays, count, *constants)
 
 
 @register("gaussian_density", "triton")
