@@ -32,7 +32,9 @@ from densities import (
     too_sharp,
 )
 from fusedops import Lattice, gaussian_density
+from fusedops._frame import registry
 from fusedops.density import atom_radius, bad_atoms
+from fusedops.density import op as density_op
 from fusedops.density.op import COMPONENTS, SLACK, clamped, density, reach
 from fusedops.density.plan import MOST_VOXELS
 from fusedops.samples import atoms_in
@@ -261,6 +263,9 @@ def test_the_rule_of_radii(dtype, n_sigma):
     # U of spheres, of ellipsoids of revolution, and of flat ellipsoids.
     U[:5] = np.eye(3) * rng.uniform(0, 1, (5, 1, 1))
     U[5:10], U[10:15], U[15:20] = np.diag([0.3, 0.3, 0.9]), np.diag([0.9, 0.3, 0.9]), 0.0
+    # Flat ones in any direction, whose two large eigenvalues rounding makes one.
+    turn, _ = np.linalg.qr(rng.normal(size=(80, 3, 3)))
+    U[20:100] = (turn * [0.9, 0.9, 0.1]) @ turn.transpose(0, 2, 1) * rng.uniform(0, 1, (80, 1, 1))
     for values, mean_square in (
         (b.astype(dtype), b / (8 * np.pi**2)),
         (components_of(U).astype(dtype), np.linalg.eigvalsh(U)[:, -1]),
@@ -273,11 +278,28 @@ def test_the_rule_of_radii(dtype, n_sigma):
         if HAS_TORCH:
             tensors = tensor(values), tensor(widths)
             same(atom_radius(*tensors, n_sigma=n_sigma).numpy(), got)
-            tensors[0][0] = tensors[1][1, 3] = math.nan
+            strided = [t.repeat_interleave(2, 0)[::2] for t in tensors]
+            strided[0][0] = strided[1][1, 3] = math.nan
             with fusedops.use_backend("triton"):
-                (by_kernel,) = reach(*tensors, n_sigma)
+                (by_kernel,) = reach(*strided, n_sigma)
             assert by_kernel[:2].isnan().all()
             same(by_kernel[2:].numpy(), got[2:])
+
+
+def test_the_rule_asks_for_the_calls_backend(monkeypatch):
+    """In a first call and in a later one: on a GPU a kernel finds the radii."""
+    asked, p = [], problem()
+
+    def radius(*given):
+        asked.append(registry.forced(None))
+        return by_rule(*given)
+
+    by_rule = density_op._radius
+    monkeypatch.setattr(density_op, "_radius", radius)
+    for _ in range(2):
+        gaussian_density(*p.atoms, p.cell, p.shape, backend="numpy")
+    gaussian_density.explain(*p.atoms, p.cell, p.shape, backend="numpy")
+    assert asked == ["numpy"] * 3
 
 
 @needs_torch
