@@ -1,5 +1,6 @@
 """Symmetry and structure factors of maps, against gemmi, direct sums and central differences."""
 
+import functools
 import inspect
 import itertools
 import pickle
@@ -10,13 +11,17 @@ import pytest
 
 import fusedops
 from fusedops import crystal, testing
-from fusedops.crystal import factors, structure_factors, symmetrize, symmetry
+from fusedops.crystal import factors, linear, structure_factors, symmetrize, symmetry
 
 IDENTITY = np.eye(4)[:3]
 SCREW = np.array([[-1, 0, 0, 0], [0, 1, 0, 0.5], [0, 0, -1, 0]])
 #: -y, x-y, z+1/3: alone it is no group.
 THREEFOLD = np.array([[0, -1, 0, 0], [1, -1, 0, 0], [0, 0, 1, 1 / 3]])
 OBLIQUE = np.array([[9.0, -1.5, 0.7], [0.0, 8.0, -1.1], [0.0, 0.0, 7.5]])  # Å
+
+
+def in_double(transform, array, *args, **options):
+    return transform(array.astype(np.result_type(array, np.float64)), *args, **options)
 
 
 @pytest.fixture
@@ -164,6 +169,9 @@ class TestStructureFactors:
         expected, pullback = structure_factors.vjp(*arguments)
         (dmap,) = pullback(expected)
         monkeypatch.setattr(factors, "_scipy_fft", lambda: None)
+        # As NumPy 1 does.
+        for name in ("rfftn", "irfftn"):
+            monkeypatch.setattr(np.fft, name, functools.partial(in_double, getattr(np.fft, name)))
         found, pullback = structure_factors.vjp(*arguments)
         assert found.dtype == expected.dtype == np.complex64
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * abs(expected).max())
@@ -389,29 +397,112 @@ def test_reflections_on_a_gpu(torch):
     torch.testing.assert_close(found, 2 * expected)
 
 
+WAVES = {
+    "group": (300, (8, 10, 12), {"blur": 20.0, "operations": [IDENTITY, SCREW]}),
+    "odd": (60, (5, 7, 9), {}),
+    # Each place sums many waves.
+    "few": (400, (3, 3, 3), {}),
+    "none": (0, (4, 5, 6), {}),
+}
+
+
+def reflections_of(name):
+    count, shape, options = WAVES[name]
+    most = (np.array(shape) - 1) // 2
+    hkl = np.random.default_rng(count).integers(-most, most + 1, (count, 3))
+    return crystal.Reflections(hkl, OBLIQUE, shape, **options)
+
+
+def half(on):
+    """Return the size of the half spectrum."""
+    return on.nx * on.ny * (on.nz // 2 + 1)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize(
-    ("count", "shape", "options"),
-    [
-        (300, (8, 10, 12), {"blur": 20.0, "operations": [IDENTITY, SCREW]}),
-        (40, (5, 7, 9), {}),
-        # Each place sums many waves.
-        (200, (3, 3, 3), {}),
-        (0, (4, 5, 6), {}),
-    ],
-)
-def test_the_kernels_of_a_gpu(torch, count, shape, options, dtype):
-    rng, most = np.random.default_rng(count), np.array(shape) // 2
-    hkl = rng.integers(-most + 1, most, (count, 3))
-    on = crystal.Reflections(hkl, OBLIQUE, shape, **options)
-    for primitive in (factors.gather, factors.spread):
-        size = count if primitive is factors.spread else shape[0] * shape[1] * (shape[2] // 2 + 1)
-        pairs = torch.tensor(rng.normal(size=(size, 2)), dtype=getattr(torch, dtype))
+@pytest.mark.parametrize("name", WAVES)
+def test_the_kernels_of_a_gpu(torch, name, dtype):
+    on, rng = reflections_of(name), np.random.default_rng(0)
+    for primitive, size in ((factors.gather, half(on)), (factors.spread, on.num_reflections)):
+        pairs = torch.tensor(rng.normal(size=(2, size)), dtype=getattr(torch, dtype)).T
         with fusedops.use_backend("triton"), testing.poisoned_outputs():
             (found,) = primitive(pairs, on)
         (expected,) = primitive.formula(primitive.Arguments(pairs.double(), on))
         assert found.dtype == pairs.dtype
-        assert testing.error(found, expected) < testing.TOLERANCE[dtype] * max(1, count**0.5 / 8)
+        allowed = testing.TOLERANCE[dtype] * max(1, on.num_reflections**0.5 / 8)
+        assert testing.error(found, expected) < allowed
+
+
+@pytest.mark.parametrize("field", ["at", "waves", "wave_at", "begin"])
+def test_fields_that_lie_lead_nowhere(torch, field):
+    """The kernels take them for no waves, and touch nothing outside of their arrays."""
+    on = reflections_of("odd")
+    for wrong in (-(2**40), -3, 2**40):
+        fields, sizes = on.flat()
+        lie = dict(zip(on._fields, [array.clone() for array in fields], strict=True))
+        lie[field][1::5] = wrong
+        lying = crystal.Reflections.from_tensors([*lie.values()], sizes)
+        for primitive, size, out in (
+            (factors.gather, half(on), on.num_reflections),
+            (factors.spread, on.num_reflections, half(on)),
+        ):
+            memory = torch.full((3, out, 2), 7.0)
+            with fusedops.use_backend("triton"):
+                primitive(torch.ones(size, 2), lying, out=(memory[1],))
+            assert (memory[::2] == 7).all()
+            assert memory[1].isfinite().all()
+
+
+@pytest.fixture
+def by_kernels(monkeypatch):
+    """Let calls of tensors take the way that they take on a GPU, in the interpreter."""
+    monkeypatch.setattr(factors, "_is_on_gpu", lambda x: not isinstance(x, np.ndarray))
+    monkeypatch.setattr(linear, "_is_for_numpy", lambda x: False)
+
+
+@pytest.mark.usefixtures("by_kernels")
+class TestByKernels:
+    @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+    def test_derivatives(self, torch):
+        on = reflections_of("odd")
+        map = torch.tensor(random(on.shape), requires_grad=True)
+        few = crystal.Reflections([[1, 0, -1], [0, 2, 1]], OBLIQUE, (3, 5, 4))
+        small = torch.tensor(random((3, 5, 4)), requires_grad=True)
+        with fusedops.use_backend("triton"):
+            found = structure_factors(map, on)
+            (dmap,) = torch.autograd.grad(found.abs().sum(), map)
+            modes = {"check_forward_ad": True, "check_batched_grad": True}
+            modes["check_batched_forward_grad"] = True
+            torch.autograd.gradcheck(lambda map: structure_factors(map, few), small, **modes)
+        expected, pullback = structure_factors.vjp(map.detach().numpy(), on)
+        np.testing.assert_allclose(found.detach(), expected, atol=1e-12)
+        (by_arrays,) = pullback(expected / abs(expected))
+        np.testing.assert_allclose(dmap, by_arrays, atol=1e-12)
+
+    def test_results_can_be_written_to(self, torch):
+        on = reflections_of("odd")
+        map = torch.tensor(random(on.shape), requires_grad=True)
+        F = structure_factors(map, on)
+        F *= 2
+        F[0] = 0
+        F.abs().sum().backward()
+        with torch.no_grad():
+            F = structure_factors(map, on)
+        F *= torch.ones((), requires_grad=True)
+
+    def test_a_backward_pass_asks_for_the_forward_passes_backend(self, torch, monkeypatch):
+        on, served = reflections_of("odd"), []
+
+        def run(primitive, function, asked, *others):
+            served.append(asked)
+            return by(primitive, function, asked, *others)
+
+        by = factors._by
+        monkeypatch.setattr(factors, "_by", run)
+        map = torch.tensor(random(on.shape), requires_grad=True)
+        with fusedops.use_backend("torch"):
+            F = structure_factors(map, on)
+        F.abs().sum().backward()
+        assert served == ["torch", "torch"]
 
 
 def test_vectorized_hessians(torch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fusedops._frame import registry
 from fusedops._frame.arrays import ArrayT, add_at, cast, namespace, wide, zeros
 from fusedops._frame.check import device_of, is_tensor, same_device, traced
 from fusedops._frame.primitive import Primitive
@@ -32,6 +34,13 @@ def _transforms(like: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return fft.rfftn, fft.irfftn
     shared = functools.partial(functools.partial, workers=get_num_threads())
     return shared(scipy.rfftn), shared(scipy.irfftn)
+
+
+def _as_precise(found: Any, like: Any) -> Any:
+    """Return a transform's result in the precision of its argument: NumPy 1 computes in float64."""
+    if is_tensor(found) or found.real.dtype == like.real.dtype:
+        return found
+    return cast(found, np.dtype("complex64" if found.dtype.kind == "c" else "float32"))
 
 
 def _gathered(spectrum: Any, reflections: Reflections) -> Any:
@@ -97,11 +106,23 @@ spread = Primitive(
 )
 
 
-def _either(function: Callable[..., Any], kernels: Primitive, x: Any, on: Reflections) -> Any:
-    """Return a function's result for some reflections, by kernels if it is on a GPU."""
-    if not (is_tensor(x) and x.is_cuda) or traced():
-        return function(x, on)
-    return as_complex(kernels(as_real(x), on)[0])
+def _is_on_gpu(x: Any) -> bool:
+    return is_tensor(x) and bool(x.is_cuda)
+
+
+def _by(
+    primitive: Primitive, function: Callable[..., Any], asked: str | None, size: int, x: Any,
+    reflections: Reflections,
+) -> Any:  # fmt: skip
+    """Return `size` complex numbers, by a primitive's kernels if they serve, or by its function."""
+    if not _is_on_gpu(x) or traced() or asked not in (None, "triton"):
+        return function(x, reflections)
+    # A view of pairs as complex numbers could not be written to later.
+    y = x.new_empty(size)
+    same = asked == registry.forced(None)
+    with contextlib.nullcontext() if same else registry.asking(asked):
+        primitive(as_real(x), reflections, out=(as_real(y),))
+    return y
 
 
 @linear
@@ -184,15 +205,18 @@ def structure_factors(
         reflections = Reflections.of_call(op, hkl, cell, shape, blur, operations)
         reflections = reflections.to(device_of(map))
 
+    # A backward pass asks for the same backend, in another thread too.
+    asked = registry.forced(None)
+    gathered = functools.partial(_by, gather, _gathered, asked, reflections.num_reflections)
+    spread_out = functools.partial(_by, spread, _spread, asked, _size(reflections))
+
     def transform(map: Any) -> Any:
         forward, _ = _transforms(map)
-        return _either(_gathered, gather, forward(map).reshape(-1), reflections)
+        return gathered(_as_precise(forward(map), map).reshape(-1), reflections)
 
     def adjoint(dF: Any) -> Any:
         _, backward = _transforms(dF)
-        spectrum = _either(_spread, spread, dF, reflections).reshape(*shape[:2], -1)
-        dmap = backward(spectrum, shape, (0, 1, 2), norm="forward")
-        # NumPy 1 transforms in float64.
-        return dmap if dmap.dtype == dF.real.dtype else cast(dmap, dF.real)
+        spectrum = spread_out(dF, reflections).reshape(*shape[:2], -1)
+        return _as_precise(backward(spectrum, shape, (0, 1, 2), norm="forward"), dF)
 
     return linear_in(map, transform, adjoint)

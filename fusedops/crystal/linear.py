@@ -77,6 +77,11 @@ def _recorded(tensor: Any, function: Any, adjoint: Any) -> Any:
     return _differentiable()(tensor, function, adjoint)
 
 
+def _is_for_numpy(x: Any) -> bool:
+    """Return whether NumPy and SciPy serve a tensor: on our threads they are faster than torch."""
+    return x.is_cpu and not traced()
+
+
 @functools.cache
 def _differentiable() -> Any:
     """Return the differentiable call of tensors; its class can't be declared without torch."""
@@ -89,9 +94,8 @@ def _differentiable() -> Any:
 
         @staticmethod
         def forward(x: Any, function: Any, adjoint: Any) -> Any:
-            if not x.is_cpu or traced():
+            if not _is_for_numpy(x):
                 return function(x)
-            # NumPy and SciPy on our threads are faster than torch.
             array = bridge().tensors.as_numpy(x.resolve_conj().resolve_neg())
             return bridge().tensors.as_tensors([function(array)])[0]
 
@@ -101,20 +105,16 @@ def _differentiable() -> Any:
 
         @staticmethod
         def backward(ctx: Any, dy: Any) -> Any:
-            def pull_back(rows: Any) -> Any:
-                return [call(rows[0], ctx.adjoint, ctx.function)]
-
-            (dx,) = row_by_row(pull_back, [dy]) if is_batch(dy) else pull_back([dy])
-            return dx, None, None
+            return each(dy, ctx.adjoint, ctx.function), None, None
 
         @staticmethod
         def jvp(ctx: Any, dx: Any, *_: Any) -> Any:
-            return call(dx, ctx.function, ctx.adjoint)
+            return each(dx, ctx.function, ctx.adjoint)
 
         @staticmethod
         def vmap(_: Any, in_dims: tuple[Any, ...], x: Any, function: Any, adjoint: Any) -> Any:
-            each = [call(one, function, adjoint) for one in x.unbind(in_dims[0])]
-            return torch.stack(each), 0
+            rows = [call(one, function, adjoint) for one in x.unbind(in_dims[0])]
+            return torch.stack(rows), 0
 
     # Function.apply without what it does for torch.func, which takes longer than our kernels.
     quick: Any = super(torch.autograd.Function, Linear).apply
@@ -124,6 +124,11 @@ def _differentiable() -> Any:
             return Linear.apply(x, function, adjoint)
         # Without a node's cost in the usual backward pass.
         return (quick if torch.is_grad_enabled() else Linear.forward)(x, function, adjoint)
+
+    def each(x: Any, function: Any, adjoint: Any) -> Any:
+        if not is_batch(x):
+            return call(x, function, adjoint)
+        return row_by_row(lambda rows: [call(rows[0], function, adjoint)], [x])[0]
 
     return call
 

@@ -36,6 +36,8 @@ class Reflections(Packed):
     ----------
     shape : tuple of int
         The shape of the map.
+    num_reflections : int
+        The number of indices.
     device : str
         ``"cpu"``, where NumPy arrays and torch tensors are both served, or a torch device.
 

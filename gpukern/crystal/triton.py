@@ -46,15 +46,15 @@ def _gather(
 
 
 def _spread(
-    dF, factors, waves, wave_at, begin, out, places, count, operations, size,
+    dF, factors, waves, wave_at, begin, out, places, length, count, operations, size,
     BLOCK: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     """Write the sums of the waves at places, halves of conjugated factors times cotangents."""
     p = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     own = p < places
-    first = tl.load(begin + p, mask=own, other=0)
-    held = tl.load(begin + p + 1, mask=own, other=0) - first
-    place = tl.load(wave_at + first, mask=own, other=0)
+    first = tl.maximum(tl.load(begin + p, mask=own, other=0), 0)
+    held = tl.minimum(tl.load(begin + p + 1, mask=own, other=0), length) - first
+    place = tl.load(wave_at + first, mask=own & (held > 0), other=-1)
     real, imaginary = tl.zeros((BLOCK,), FLOAT), tl.zeros((BLOCK,), FLOAT)
     most = tl.max(held, axis=0)
     at = 0
@@ -63,6 +63,7 @@ def _spread(
         wave = tl.load(waves + first + at, mask=live, other=0)
         mate = wave >= operations * count
         e = tl.where(mate, wave - operations * count, wave)
+        live = live & (e >= 0) & (e < operations * count)
         f = tl.load(factors + 2 * e, mask=live, other=0.0)
         g = tl.load(factors + 2 * e + 1, mask=live, other=0.0)
         m = e % count
@@ -72,7 +73,7 @@ def _spread(
         turned = f * t - g * s
         imaginary += tl.where(mate, turned, -turned)
         at += 1
-    live = own & (place < size)
+    live = (place >= 0) & (place < size)
     tl.store(out + 2 * place, (0.5 * real).to(out.dtype.element_ty), mask=live)
     tl.store(out + 2 * place + 1, (0.5 * imaginary).to(out.dtype.element_ty), mask=live)
 
@@ -110,7 +111,7 @@ def factors_to_spectrum(a: Any, y: Any) -> None:
     spectrum, places = y.spectrum.zero_(), len(fields.begin) - 1
     if not places:
         return
-    integers = places, count, operations, len(spectrum)
+    integers = places, len(fields.waves), count, operations, len(spectrum)
     key = dF.device, dF.dtype, wide(*integers), constants
     arrays = dF.contiguous(), factors, fields.waves, fields.wave_at, fields.begin, spectrum
     _spreads(-(-places // _BLOCK), key, *arrays, *integers, *constants)
