@@ -179,3 +179,27 @@ def test_it_has_no_gradient(example, torch_backend):
             with pytest.raises(RuntimeError, match=message):
                 torch.func.grad(steps)(given[leaf].detach())
             assert torch.equal(given[name], before)
+
+
+@needs_torch
+@every_update
+def test_a_graph_serves_every_number_of_states(example):
+    """The check of slots, which a graph can't make, doesn't count the states either."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def step(arrays):
+        return example.op(**arrays, **rest)
+
+    fast = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
+    for size in example.others:
+        p = example.of(size)
+        given = as_framework("torch", p.mapped(np.copy))
+        rest = {n: a for n, a in given.items() if not isinstance(a, torch.Tensor)}
+        want = updated(("torch", "torch"), p)
+        out = fast({n: a for n, a in given.items() if n not in rest})
+        all_agree(p, None, [out.numpy(), given[named(p)[0]].numpy()], want)
+    # One more where sizes are equal.
+    assert counter.frame_count <= 2

@@ -546,5 +546,5 @@ def _check_step(a: Any) -> Any:
                 f"{name}: positions has {min(early)}; it should be at least 0, the "
                 "number of tokens before"
             )
-    check_slots(name, "slots", slots, len(a.state))
+    check_slots(name, "slots", slots, a.state.shape[0])
     return again if slots is None is positions else None

@@ -519,5 +519,5 @@ def _check_step(a: Any) -> Any:
     name = "gated_delta_rule_step"
     again = may_update(name, a, ("q", "k", "v", "g", "beta", "slots"))
     slots = readable(a.slots)
-    check_slots(name, "slots", slots, len(a.state))
+    check_slots(name, "slots", slots, a.state.shape[0])
     return again if slots is None else None
