@@ -173,13 +173,14 @@ GENERATOR_ACTIVATIONS: dict[GeneratorActivation, Callable[[], torch.nn.Module]] 
 }
 
 
-def _num_sequences(x: torch.Tensor, cu_seqlens: Any) -> int | str:
+def num_sequences(x: torch.Tensor, cu_seqlens: Any) -> int | str:
     """Return the number of sequences, or a name where only the op reads it."""
     if cu_seqlens is None:
         return x.shape[0]
     if isinstance(cu_seqlens, Sequences):
         return cu_seqlens.num_sequences
-    return cu_seqlens.numel() - 1 if isinstance(cu_seqlens, torch.Tensor) else "S"
+    row = isinstance(cu_seqlens, (list, tuple)) or getattr(cu_seqlens, "ndim", 0) == 1
+    return len(cu_seqlens) - 1 if row else "S"
 
 
 class DynamicShortConvolution(torch.nn.Module):
@@ -448,7 +449,7 @@ class DynamicShortConvolution(torch.nn.Module):
             generator_input = x
         of_shape(name, "generator_input", generator_input, (*tokens, self.generator_input_size))
         if cache is not None:
-            count = _num_sequences(x, cu_seqlens)
+            count = num_sequences(x, cu_seqlens)
             of_shape(name, "cache", cache, (count, self.hidden_size, self.kernel_size))
             holds(name, "cache", cache, x)
         if group is not None:
@@ -866,7 +867,7 @@ class JetBlock(torch.nn.Module):
         if not pair or not all(isinstance(each, torch.Tensor) for each in cache):
             kind = type(cache).__name__
             raise TypeError(f"{name}: cache is a {kind}; it should be a pair of tensors")
-        count = _num_sequences(x, cu_seqlens)
+        count = num_sequences(x, cu_seqlens)
         of_shape(name, "cache[0]", cache[0], (count, self.value_dim, self.conv_size))
         of_shape(
             name, "cache[1]", cache[1], (count, self.num_heads, self.head_k_dim, self.head_v_dim)

@@ -403,6 +403,13 @@ def test_as_many_tokens_as_sequences_need_not_be_a_step(convolution, of):
     assert module(x, cache=cache, output_final_state=True, cu_seqlens=of([0, 1, 2]))[1] is cache
 
 
+@pytest.mark.parametrize("module", [fla.ShortConvolution, fusedops.nn.DynamicShortConvolution])
+@pytest.mark.parametrize("starts", [2, torch.tensor(2)], ids=["int", "tensor"])
+def test_starts_that_are_no_row_are_named(module, starts):
+    with pytest.raises(ValueError, match=r"cu_seqlens has shape \(\); it should be \(. \+ 1,"):
+        module(8, 4)(random(1, 2, 8).float(), cache=torch.zeros(1, 8, 4), cu_seqlens=starts)
+
+
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
 def test_an_empty_batch(tokens, grad):

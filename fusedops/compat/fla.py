@@ -25,7 +25,7 @@ from fusedops._frame.check import of_shape, one_of
 from fusedops.compat._packages import Package
 from fusedops.compat.causal_conv1d import need_floats, need_integers, need_state, need_tensor
 from fusedops.conv import ACTIVATIONS, Activation
-from fusedops.nn import log_gates, normalized
+from fusedops.nn import log_gates, normalized, num_sequences
 
 __all__ = [
     "ShortConvolution",
@@ -441,7 +441,7 @@ class ShortConvolution(torch.nn.Conv1d):
         if residual is not None:
             of_shape(name, "residual", residual, tuple(x.shape))
         if cache is not None:
-            of_shape(name, "cache", cache, (_count(x, cu_seqlens), *self.weight[:, 0].shape))
+            of_shape(name, "cache", cache, (num_sequences(x, cu_seqlens), *self.weight[:, 0].shape))
         return causal_conv1d(
             x,
             self.weight[:, 0],
@@ -509,10 +509,10 @@ class ShortConvolution(torch.nn.Conv1d):
         """
         name = "ShortConvolution"
         need_floats(name, x, weight=self.weight, residual=residual, cache=cache)
-        count = _count(x, cu_seqlens)
-        weight, bias = self.weight[:, 0], self.bias
-        lead = (count, 1) if cu_seqlens is None else (1, count)
+        given, weight, bias = num_sequences(x, cu_seqlens), self.weight[:, 0], self.bias
+        lead = (given, 1) if cu_seqlens is None else (1, given)
         of_shape(name, "x", x, (*lead, self.hidden_size))
+        count = len(x.flatten(0, 1))
         if residual is not None:
             of_shape(name, "residual", residual, tuple(x.shape))
         if cache is None:
@@ -525,21 +525,12 @@ class ShortConvolution(torch.nn.Conv1d):
         return y.view(x.shape), cache if output_final_state else None
 
 
-def _count(x: torch.Tensor, cu_seqlens: Any) -> int:
-    """Return the number of sequences."""
-    if cu_seqlens is None:
-        return x.shape[0]
-    if isinstance(cu_seqlens, fusedops.Sequences):
-        return cu_seqlens.num_sequences
-    return len(cu_seqlens) - 1
-
-
 def _decodes(x: torch.Tensor, cu_seqlens: Any) -> bool:
     """Return whether every sequence has one token."""
     tokens = x.shape[1]
     if cu_seqlens is None:
         return tokens == 1
-    if tokens != _count(x, cu_seqlens):
+    if tokens != num_sequences(x, cu_seqlens):
         return False
     if isinstance(cu_seqlens, fusedops.Sequences):
         # Known on every device: a sequence of more tokens has fewer chunks than tokens.
