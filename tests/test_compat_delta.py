@@ -142,6 +142,19 @@ def test_sixteen_bits_beside_gates_and_states_in_float32(rule, options):
 
 
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_other_dtypes_are_refused_where_torch_computes_too(rule, dtype):
+    given = refused(A_log=random(HV), dt_bias=random(HV))
+    options = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
+    for name in given:
+        bad = given | {name: given[name].to(dtype)}
+        with pytest.raises(
+            TypeError, match=f"^gated_delta_rule: {name} has dtype .*should be float32"
+        ):
+            rule(**bad, **dict.fromkeys(options, True))
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_a_graph_without_breaks(rule):
     q, k, v, a, b = tokens(T=9)
     options = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "A_log": random(HV)}

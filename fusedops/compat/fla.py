@@ -23,7 +23,13 @@ from fusedops._frame.arrays import wide
 from fusedops._frame.bridge.modes import watched
 from fusedops._frame.check import of_shape, one_of
 from fusedops.compat._packages import Package
-from fusedops.compat.causal_conv1d import need_floats, need_integers, need_state, need_tensor
+from fusedops.compat.causal_conv1d import (
+    need_float,
+    need_floats,
+    need_integers,
+    need_state,
+    need_tensor,
+)
 from fusedops.conv import ACTIVATIONS, Activation
 from fusedops.nn import log_gates, normalized, num_sequences
 
@@ -637,7 +643,7 @@ def chunk_gated_delta_rule(
         needed |= {"g", "A_log"}
     for argument, value in tensors.items():
         if value is not None or argument in needed:
-            need_tensor(_RULE, argument, value)
+            need_float(_RULE, argument, value)
     if use_gate_in_kernel:
         assert g is not None
         assert A_log is not None
