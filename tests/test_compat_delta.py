@@ -141,6 +141,21 @@ def test_sixteen_bits_beside_gates_and_states_in_float32(rule, options):
     torch.testing.assert_close(final.double(), after, rtol=0, atol=0.03 if options else 1e-5)
 
 
+@pytest.mark.parametrize("of", ["q", "v"])
+@pytest.mark.parametrize("rule", RULES)
+def test_results_have_the_dtype_that_flas_have(rule, of):
+    """Of queries by chunks, of values token by token; states are float32."""
+    q, k, v, g, beta = tokens(T=9, dtype=torch.bfloat16)
+    q, v = (x.float() if name == of else x for name, x in (("q", q), ("v", v)))
+    o, final = rule(q, k, v, g, beta=beta, output_final_state=True)
+    own = "q" if rule is fla.chunk_gated_delta_rule else "v"
+    assert (o.dtype, final.dtype) == (torch.float32 if own == of else torch.bfloat16, torch.float32)
+    want, after = reference(q, k, v, g, beta)
+    # Of float32 or, to 8 bits, of bfloat16.
+    torch.testing.assert_close(o.double(), want, rtol=1e-5 if own == of else 2**-8, atol=1e-5)
+    torch.testing.assert_close(final.double(), after, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
 def test_other_dtypes_are_refused_where_torch_computes_too(rule, dtype):

@@ -726,9 +726,9 @@ def fused_recurrent_gated_delta_rule(
     Returns
     -------
     o : tensor (B, T, HV, V)
-        In the dtype of q.
+        In the dtype of v, as in flash-linear-attention.
     final_state : tensor (N, HV, K, V), or None
-        With `output_final_state`; in float32, or float64 if q is.
+        With `output_final_state`; in float32, or float64 if q or v is.
 
     Raises
     ------
@@ -751,8 +751,11 @@ def fused_recurrent_gated_delta_rule(
     >>> o.flatten().tolist()
     [1.25]
     """
-    return chunk_gated_delta_rule(
-        q,
+    for argument, value in (("q", q), ("v", v)):
+        need_float(_RULE, argument, value)
+    # Not rounded to the dtype of q first.
+    o, final = chunk_gated_delta_rule(
+        q.to(torch.promote_types(q.dtype, v.dtype)),
         k,
         v,
         g,
@@ -772,6 +775,7 @@ def fused_recurrent_gated_delta_rule(
         gv=gv,
         **kwargs,
     )
+    return o.to(v.dtype), final
 
 
 _FUNCTIONS = "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"
