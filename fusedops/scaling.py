@@ -7,6 +7,7 @@ functions of arrays or tensors, through which autograd works.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from dataclasses import dataclass, field
@@ -276,7 +277,7 @@ def k_mask(s: ArrayT, k_sol: Any, B_sol: Any) -> ArrayT:
     ----------
     s : array or tensor (M, 3)
         Scattering vectors in Å⁻¹, ``hkl @ inv(cell)``.
-    k_sol, B_sol : float, or tensor ()
+    k_sol, B_sol : float, or array or tensor ()
         See `Scale`. Parameters that are tensors have gradients.
 
     Returns
@@ -300,7 +301,7 @@ def k_mask(s: ArrayT, k_sol: Any, B_sol: Any) -> ArrayT:
     >>> k_mask(np.array([[0, 0, 0], [0, 0.1, 0]]), 0.35, 46.0).round(3).tolist()
     [0.35, 0.312]
     """
-    s = _vectors("k_mask", s, k_sol, B_sol)
+    s, k_sol, B_sol = _alike("k_mask", s, k_sol, B_sol)
     return k_sol * namespace(s).exp(-B_sol / 4 * (s * s).sum(-1))
 
 
@@ -311,7 +312,7 @@ def k_total(s: ArrayT, k_overall: Any, U_aniso: Any) -> ArrayT:
     ----------
     s : array or tensor (M, 3)
         See `k_mask`.
-    k_overall : float, or tensor ()
+    k_overall : float, or array or tensor ()
         See `Scale`. Parameters that are tensors have gradients.
     U_aniso : array or tensor (6,)
         See `Scale`.
@@ -337,24 +338,24 @@ def k_total(s: ArrayT, k_overall: Any, U_aniso: Any) -> ArrayT:
     >>> k_total(np.array([[0, 0, 0], [0, 0.2, 0]]), 2.0, [0, 0.1, 0, 0, 0, 0]).round(3).tolist()
     [2.0, 1.848]
     """
-    s = _vectors("k_total", s, k_overall, *U_aniso)
-    if len(U_aniso) != 6:
-        raise ValueError(f"k_total: U_aniso has {len(U_aniso)} numbers; it should have 6")
+    s, k_overall, *U = _alike("k_total", s, k_overall, *U_aniso)
+    if len(U) != 6:
+        raise ValueError(f"k_total: U_aniso has {len(U)} numbers; it should have 6")
     x, y, z = s[:, 0], s[:, 1], s[:, 2]
     products = x * x, y * y, z * z, 2 * x * y, 2 * x * z, 2 * y * z
-    exponent = sum(product * U for product, U in zip(products, U_aniso, strict=True))
+    exponent = sum(product * part for product, part in zip(products, U, strict=True))
     return k_overall * namespace(s).exp(-2 * math.pi**2 * exponent)
 
 
-def _vectors(op: str, s: Any, *parameters: Any) -> Any:
-    """Return scattering vectors as an array, or as a tensor if a parameter is one."""
-    if not is_tensor(s):
-        s = as_array(op, "s", s)
-        tensors = [parameter for parameter in parameters if is_tensor(parameter)]
-        if tensors:
-            s = namespace(tensors[0]).tensor(s, device=tensors[0].device)
-    of_shape(op, "s", s, ("M", 3))
-    return s
+def _alike(op: str, s: Any, *parameters: Any) -> list[Any]:
+    """Return scattering vectors and parameters; if one is a tensor, arrays as tensors."""
+    given = [s if is_tensor(s) else as_array(op, "s", s), *parameters]
+    tensors = [x for x in given if is_tensor(x)]
+    if tensors:
+        made = functools.partial(namespace(tensors[0]).tensor, device=tensors[0].device)
+        given = [made(x) if isinstance(x, np.ndarray) else x for x in given]
+    of_shape(op, "s", given[0], ("M", 3))
+    return given
 
 
 def fit_scale(

@@ -92,6 +92,22 @@ def test_scales_of_tensors_have_gradients():
     assert torch.autograd.gradcheck(lambda *a: k_total(plain, *a), (k, U))
 
 
+def test_parameters_may_be_arrays_without_dimensions_beside_a_tensor():
+    torch = pytest.importorskip("torch")
+    s, U = torch.randn(5, 3, requires_grad=True), [0.1, 0.2, 0.3, 0.04, 0.05, 0.06]
+    pairs = [
+        (k_mask(s, np.array(0.4), np.array(60.0)), k_mask(s, 0.4, 60.0)),
+        (k_total(s, np.array(2.0), [*map(np.array, U)]), k_total(s, 2.0, U)),
+        (k_total(s.detach().numpy(), np.array(2.0), torch.tensor(U)), k_total(s, 2.0, U)),
+    ]
+    for got, want in pairs:
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, want)
+    for got, want in pairs[:2]:
+        gradients = (torch.autograd.grad(found.sum(), s)[0] for found in (got, want))
+        torch.testing.assert_close(*gradients)
+
+
 def test_data_without_solvent():
     grid, hkl, s, F_calc, F_mask = crystal("P 1 21 1")
     observed = k_total(s, 2.0, symmetric(grid)) * abs(F_calc - k_mask(s, 0.1, 30.0) * F_mask)
