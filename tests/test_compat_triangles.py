@@ -134,8 +134,11 @@ def test_a_layer_is_replaced_by_openfolds_name():
     torch.nn.init.zeros_(ours.p_out.bias)
     assert ours.linear_z is ours.p_out
     assert not ours(z, mask).any()
-    with pytest.raises(AttributeError, match="linear_a_p is half of p_in; p_in should be set"):
-        ours.linear_a_p = torch.nn.Linear(6, 5)
+    ours.add_module("layer_norm_out", torch.nn.Identity())
+    assert ours.norm_out is ours.layer_norm_out is dict(ours.named_children())["norm_out"]
+    for replace in (ours.__setattr__, ours.add_module, ours.register_module):
+        with pytest.raises(AttributeError, match="linear_a_p is half of p_in; p_in should be set"):
+            replace("linear_a_p", torch.nn.Linear(6, 5))
     with pytest.raises(AttributeError):
         ours.linear_a_p.weight = torch.zeros(5, 6)
 

@@ -91,16 +91,25 @@ class _Update(nn.TriangleMultiplicativeUpdate):
             self._modules[name] = self._modules.pop(name)
         self.register_state_dict_post_hook(self._rename_back)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        # A layer set by OpenFold's name would stand beside ours, and never be called.
+    def _own_name(self, name: str) -> str:
+        """Return our name of a layer to set.
+
+        By OpenFold's it would stand beside ours, and never be called.
+        """
         for ours, theirs in self._layers.items():
             if name in theirs:
                 if len(theirs) > 1:
                     raise AttributeError(
                         f"{type(self).__name__}: {name} is half of {ours}; {ours} should be set"
                     )
-                name = ours
-        super().__setattr__(name, value)
+                return ours
+        return name
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(self._own_name(name), value)
+
+    def add_module(self, name: str, module: torch.nn.Module | None) -> None:
+        super().add_module(self._own_name(name), module)
 
     @property
     def _outgoing(self) -> bool:
