@@ -137,6 +137,17 @@ def test_it_is_refused(op, name, device, group):
             function(**given)
 
 
+def test_indices_on_meta_are_refused_beside_other_tensors_there():
+    """Also by a torch without CUDA, which has no captured graph to ask for."""
+    refused = 0
+    for op, (function, tensors) in calls("cpu").items():
+        if any(not tensor.is_floating_point() for tensor in tensors.values()):
+            with named(op), pytest.raises(TypeError, match=" is on meta; it should be a tensor"):
+                function(**{name: tensor.to("meta") for name, tensor in tensors.items()})
+            refused += 1
+    assert refused
+
+
 @pytest.mark.parametrize("kind", ["dtensor", "nested"])
 def test_a_gradient_is_refused_as_well(kind, group):
     """Torch passes a cotangent, which no check of arguments sees."""

@@ -198,7 +198,8 @@ class Packed:
     def _read_once(
         cls, op: str, tensors: Sequence[Any], options: dict[str, Any], in_graph: bool
     ) -> Self:
-        if tensors[0].is_cpu:
+        if tensors[0].is_cpu or tensors[0].is_meta:
+            # The latter has no values, which the class refuses.
             return cls.made_of(*tensors, **options)
         if in_graph:
             # A CUDA graph would keep the object of the tensors that were recorded.
