@@ -120,6 +120,34 @@ def test_tensors_with_masks_by_a_large_bias(any_torch_backend, masked):
         assert error(got.numpy(), wanted) < 2e-5
 
 
+@pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_query_of_which_all_logits_are_infinite_has_no_softmax(place, dtype):
+    """Its output and its derivatives are NaN, as the definition's; -∞ beside the lowest is none."""
+    arrays = {name: x.astype(dtype) for name, x in given(1, 3, 4, 70, 2, 4).items()}
+    arrays["bias"][..., 1, 0, :] = -np.inf
+    arrays["bias"][..., 0, 1, :] = np.finfo(dtype).min
+    arrays["bias"][..., 0, 1, 40:] = -np.inf
+    mask = np.ones((1, 3, 70), bool)
+    mask[0, 1, 50:] = False
+    mask[0, 2] = False
+    dout = np.random.default_rng(1).normal(size=arrays["q"].shape)
+    exact = {name: x.astype("f8") for name, x in arrays.items()}
+    want, pullback = triangle_attention.vjp(**exact, mask=mask, backend="numpy")
+    assert np.isnan(want[0, 0, 0, 1]).all()
+    framework, backend = place
+    if framework == "torch":
+        leaves = {name: torch.tensor(x, requires_grad=True) for name, x in arrays.items()}
+        out = triangle_attention(**leaves, mask=torch.tensor(mask), backend=backend)
+        cotangent = torch.tensor(dout.astype(dtype))
+        found = [out.detach(), *torch.autograd.grad(out, tuple(leaves.values()), cotangent)]
+    else:
+        out, pull_back = triangle_attention.vjp(**arrays, mask=mask, backend=backend)
+        found = [out, *pull_back(dout.astype(dtype))]
+    for got, wanted in zip(found, [want, *pullback(dout)], strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_a_nan_stays_in_its_row_and_query(backend):
     arrays = {name: x.astype("f4") for name, x in given(1, 3, 4, 20, 2, 4).items()}
     arrays["q"][0, 1, 2, 0, 3] = np.nan

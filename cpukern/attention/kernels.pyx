@@ -4,11 +4,10 @@
 
 A row's keys, values and their transposes are packed once, padded with zeros to whole tiles of a
 product, so that a product has no remainder; then its queries come in blocks. The forward keeps a
-running maximum of logits, and scales earlier sums whenever it grows. Logits are in base 2, whose
-exponential is the quickest: queries are multiplied by scale / ln 2, and the bias as it is read. The
-backward computes the logits again, and shares of the softmax from the saved logarithm of their sum. It
-sums shares times their cotangents: the output, which may be rounded to 16 bits, is not read. A missing
-key is a pattern of bits that keeps nothing of its logit, beside one that is put there.
+running maximum of logits, and scales earlier sums whenever it grows. The backward computes the logits
+again, and shares of the softmax from the saved logarithm of their sum. It sums shares times their
+cotangents: the output, which may be rounded to 16 bits, is not read. A missing key is a pattern of bits
+that keeps nothing of its logit, beside one that is put there.
 
 All rows add to the bias's gradient. Consecutive rows share a sum, as many as the sizes alone say, and
 the sums are added in their order, so that the number of threads changes no bit.
@@ -162,10 +161,7 @@ cdef extern from *:
                                          c + i * c_step + j, c_step); \\
     } \\
     INLINE vector fusedops_logits_##real(vector s, vector bias, const integer *kept, const real *missing) { \\
-        vector lowest = {0}; \\
-        lowest -= LARGEST_##real; \\
-        /* A finite bias stays finite. */ \\
-        s += LARGER_##real(lowest, (real)LOG2E * bias); \\
+        s += bias; \\
         return AS(vector, (AS(integers, s) & AT(const integers, kept)) | AT(const integers, missing)); \\
     } \\
     INLINE vector fusedops_edge_##real(const real *bias, Py_ssize_t n) { \\
@@ -205,11 +201,11 @@ cdef extern from *:
         for (Py_ssize_t i = 0; i < columns; i += COLUMNS(real)) \\
             for (int p = 0; p < 2; p++) { \\
                 Py_ssize_t at = i + p * LANES(real); \\
-                x = fusedops_exp2_##real(AT(const vector, s + at) - most); \\
+                x = fusedops_exp2_##real((real)LOG2E * (AT(const vector, s + at) - most)); \\
                 AT(vector, s + at) = x; \\
                 sum[p] += x; \\
             } \\
-        x = fusedops_exp2_##real(none + (*largest - most)); \\
+        x = fusedops_exp2_##real(none + (real)LOG2E * (*largest - most)); \\
         memcpy(&factor, &x, sizeof(real)); \\
         *total = *total * factor + fusedops_sum_##real(sum[0] + sum[1]); \\
         *largest = most; \\
@@ -219,7 +215,7 @@ cdef extern from *:
             real *total, real *mean) { \\
         vector none = {0}, sum = none, along = none, x; \\
         for (Py_ssize_t i = 0; i < columns; i += LANES(real)) { \\
-            x = fusedops_exp2_##real(AT(const vector, s + i) - most); \\
+            x = fusedops_exp2_##real((real)LOG2E * (AT(const vector, s + i) - most)); \\
             AT(vector, s + i) = x; \\
             sum += x; \\
             along += x * AT(const vector, d + i); \\
@@ -247,7 +243,6 @@ cdef extern from *:
         ROWS
     Py_ssize_t lanes_float "LANES(float)"
     Py_ssize_t lanes_double "LANES(double)"
-    const double LOG2E
     void product_float "fusedops_product_float"(
         bint adds, const float* a, Py_ssize_t row, Py_ssize_t step, const float* b, Py_ssize_t b_step,
         Py_ssize_t strip, Py_ssize_t n, float* c, Py_ssize_t c_step, Py_ssize_t rows,
@@ -416,11 +411,11 @@ cdef inline void pack_mask(
             memset(kept + i, 255, sizeof(real))
         elif some:
             # A row without keys counts logits from zero.
-            missing[i] = <real>(LOG2E * call.absent)
+            missing[i] = <real>call.absent
 
 
 cdef inline real lowest(real like) noexcept nogil:
-    """Return the lowest number: -∞ could not be subtracted from -∞."""
+    """Return the lowest number: all logits of a block may be -∞, and -∞ less -∞ is none."""
     return -LARGEST_float if real is float else -LARGEST_double
 
 
@@ -449,7 +444,7 @@ cdef void forward_span(
     for t in range(blocks(min(<Py_ssize_t>SPAN, call.queries - begin), QUERIES)):
         first = begin + t * QUERIES
         count = min(<Py_ssize_t>QUERIES, call.queries - first)
-        pack(&call.q, b, n, first, count, QUERIES, h, D, width, <real>(LOG2E * call.scale), q)
+        pack(&call.q, b, n, first, count, QUERIES, h, D, width, <real>call.scale, q)
         for i in range(QUERIES):
             largest[i] = lowest(like)
             total[i] = 0
@@ -480,7 +475,7 @@ cdef void forward_span(
                     own[d] = sums[i * width + d] / total[i]
             if call.lse != NULL:
                 own = <real*>call.lse + ((b * call.rows + n) * call.heads + h) * call.queries + first
-                own[i] = <real>(log(total[i]) + largest[i] / LOG2E)
+                own[i] = <real>(log(total[i]) + largest[i])
 
 
 cdef inline void unpack(
@@ -531,7 +526,7 @@ cdef void backward_row(
     for t in range(blocks(call.queries, QUERIES)):
         first = t * QUERIES
         count = min(<Py_ssize_t>QUERIES, call.queries - first)
-        pack(&call.q, b, n, first, count, QUERIES, h, D, width, <real>(LOG2E * call.scale), q)
+        pack(&call.q, b, n, first, count, QUERIES, h, D, width, <real>call.scale, q)
         pack(&call.dout, b, n, first, count, QUERIES, h, D, width, <real>1, dout)
         memset(mean, 0, sizeof(mean))
         memset(total, 0, sizeof(total))
@@ -593,7 +588,7 @@ cdef void backward_row(
         if call.dq.at != NULL:
             unpack(&call.dq, b, n, first, count, h, D, width, <real>call.scale, dq)
     if call.dk.at != NULL:
-        unpack(&call.dk, b, n, 0, call.keys, h, D, width, <real>(1 / LOG2E), dk)
+        unpack(&call.dk, b, n, 0, call.keys, h, D, width, <real>1, dk)
     if call.dv.at != NULL:
         unpack(&call.dv, b, n, 0, call.keys, h, D, width, <real>1, dv)
 

@@ -184,7 +184,8 @@ def triangle_attention(
               l_{nqk} = \begin{cases} s \, q_{nq} \cdot k_{nk} + b_{qk} & m_{nk} \ne 0 \\
               -10^9 & \text{otherwise} \end{cases}
 
-    for every head. A row without any key has the mean of its values.
+    for every head. A row without any key has the mean of its values. A query has no softmax where
+    b is −∞ for all keys of its row: its output and its derivatives are NaN, as in torch.
 
     Parameters
     ----------
