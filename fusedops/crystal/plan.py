@@ -50,7 +50,8 @@ class Reflections(Packed):
     Notes
     -----
     An operation (R, t) makes exp(2πi h·t) F(h R) of F(h), which takes no pass over the map, and
-    any grid fits.
+    any grid fits. A gradient on a GPU sums the waves of an index that is repeated one by one, in
+    their order.
 
     References
     ----------
