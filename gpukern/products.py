@@ -764,7 +764,9 @@ class Factor:
     """A factor of products, and its halves, once they are asked for.
 
     The matrix may have columns of another `before` it, or be multiplied by functions whose columns
-    repeat; then `made` returns the result for products that aren't made of halves.
+    repeat; then `made` returns the result. Halves by blocks serve products and sums over rows.
+    Where no sum is wanted, rows have their own scales, as edges near a cutoff have small numbers
+    beside others.
     """
 
     def __init__(
@@ -773,8 +775,9 @@ class Factor:
         before: Any = None,
         functions: Any = None,
         made: Callable[[], Any] | None = None,
+        summed: bool = True,
     ) -> None:
-        self._given = matrix, before, functions
+        self._given, self._summed = (matrix, before, functions), summed
         self._made = made if made is None else functools.cache(made)
         self._halves: Halves | None = None
         self._sums: Any = None
@@ -787,7 +790,9 @@ class Factor:
 
     @property
     def halves(self) -> Halves:
-        if self._halves is None:
+        if self._halves is None and not self._summed:
+            self._halves = split(self.matrix[None], 2)
+        elif self._halves is None:
             rows, columns = self.shape
             self._sums = self._given[0].new_empty(-(-rows // BLOCK[0]), columns)
             self._halves = split_blocks(*self._given, self._sums)

@@ -459,3 +459,36 @@ def test_blocks_of_a_convolution_have_the_digits_of_float32(change, G, C, everyw
     """Halves of messages come from a gradient's kernel if blocks of channels begin with orders."""
     torch.manual_seed(6)
     assert error_of_convolution(70, C, 16, G, "cpu", change) < 1e-6
+
+
+@pytest.mark.parametrize("radial", [False, True])
+@pytest.mark.parametrize("G", [0, 8])
+def test_small_edges_of_a_convolution_keep_their_digits(radial, G, everywhere, monkeypatch):
+    """Those near a cutoff, in the forward and in forces, which take no sum over edges."""
+    monkeypatch.setattr(products, "split_blocks", None)
+    torch.manual_seed(7)
+    E, C, D = 70, 16, 8
+    sizes = {"m0": (G + 2 * D, 2 * C), "m1": (2 * D, C)}
+    weights = [torch.randn(size) / C**0.5 for size in sizes.values()]
+    near = 2.0 ** (-torch.arange(E) / 2)
+    given = {"message": torch.randn(E, 4, C) * near[:, None, None]}
+    if radial:
+        given |= {"radial": torch.randn(E, 3 * C), "message": torch.randn(E, 4, C)}
+        given["radial"] *= near[:, None]
+
+    def found(dtype, backend):
+        arrays = {name: array.to(dtype).requires_grad_() for name, array in given.items()}
+        message = arrays.pop("message")
+        some = [weight.to(dtype) for weight in weights]
+        y = fusedops.so2_convolution(message, *some, **arrays, gate_channels=G, backend=backend)
+        y = y if isinstance(y, tuple) else (y,)
+        dy = [torch.cos(torch.arange(each.numel())).view_as(each).to(dtype) for each in y]
+        dy = [each * near.to(dtype).view(-1, *[1] * (each.ndim - 1)) for each in dy]
+        return *y, *torch.autograd.grad(y, [message, *arrays.values()], dy)
+
+    for one, want in zip(
+        found(torch.float32, "triton"), found(torch.float64, "torch"), strict=True
+    ):
+        one, want = one.double().flatten(1), want.flatten(1)
+        off = (one - want).norm(dim=1) / want.norm(dim=1)
+        assert off.max() < 1e-6

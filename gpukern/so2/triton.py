@@ -307,28 +307,28 @@ class _Call:
         scale_messages(self.message, self.radial, out, self.lmax, self.mmax)
         return _flat(out)
 
-    def parts(self) -> list[Factor]:
+    def parts(self, summed: bool) -> list[Factor]:
         """Return the messages of every order, times radial functions."""
         x = _flat(self.message)
         if self.radial is None:
-            return [Factor(x[:, own]) for own in self.inputs]
+            return [Factor(x[:, own], summed=summed) for own in self.inputs]
         return [
             Factor(
                 x[:, own],
                 functions=self.radial[:, columns(functions, self.C)],
                 made=lambda own=own: self.scaled[:, own],  # type: ignore[misc]
+                summed=summed,
             )
             for own, (_, functions) in zip(self.inputs, orders(self.lmax, self.mmax), strict=True)
         ]
 
-    def results(self, dout: Any, dgates: Any) -> list[Factor]:
+    def results(self, dout: Any, dgates: Any, summed: bool) -> list[Factor]:
         """Return the cotangents of every order's results, and of the gates before the first."""
         dout = _flat(dout)
         first, *others = [dout[:, own] for own in self.outputs]
-        found = Factor(first)
-        if dgates is not None:
-            found = Factor(first, dgates, made=lambda: torch.cat([dgates, first], 1))
-        return [found, *[Factor(part) for part in others]]
+        made = None if dgates is None else lambda: torch.cat([dgates, first], 1)
+        found = Factor(first, dgates, made=made, summed=summed)
+        return [found, *[Factor(part, summed=summed) for part in others]]
 
 
 def scale_messages(message: Any, radial: Any, out: Any, lmax: int, mmax: int) -> None:
@@ -375,7 +375,7 @@ def unscale_messages(
 @_in_one_dtype
 def so2_convolution(a: Any, y: Any) -> None:
     call, G, bias, precision = _Call(a), a.gate_channels, a.bias, a.precision
-    first, *others = call.parts()
+    first, *others = call.parts(summed=False)
     shifts = (None, None) if bias is None else (bias[:G], bias[G:])
     if y.gates is not None:
         multiply(y.gates, first, a.weight_m0[:G].T, precision, shifts[0])
@@ -392,10 +392,10 @@ def so2_convolution(a: Any, y: Any) -> None:
 @_in_one_dtype
 def so2_convolution_vjp(a: Any, y: Any) -> None:
     call, precision = _Call(a), a.precision
-    results = call.results(a.dout, a.dgates)
-    parts = call.parts()
     dweights = y[1 : 1 + len(call.weights)]
     weighing = any([dweight is not None for dweight in dweights])
+    results = call.results(a.dout, a.dgates, weighing)
+    parts = call.parts(summed=True)
     if y.dmessage is not None or y.dradial is not None:
         shape = len(a.dout), call.M * call.C
         if y.dmessage is None:
