@@ -16,6 +16,7 @@ import fusedops
 from fusedops import cli, mapfiles, maps
 from fusedops._host import limits
 from fusedops.structure import StructureError, planar_groups, read_structure
+from structures import SMALL, sums_of_small
 
 gemmi = pytest.importorskip("gemmi")
 pytest.importorskip("rich")
@@ -570,43 +571,6 @@ class TestPicture:
         assert Path("x.png").read_bytes().startswith(b"\x89PNG")
 
 
-SMALL = """data_small
-_cell_length_a 10.234(2)
-_cell_length_b 7.5
-_cell_length_c 8.1
-_cell_angle_alpha 90
-_cell_angle_beta 101.3(1)
-_cell_angle_gamma 90
-loop_
-_symmetry_equiv_pos_as_xyz
-x,y,z
--x,y+1/2,-z+1/2
--x,-y,-z
-x,-y+1/2,z+1/2
-loop_
-_atom_site_label
-_atom_site_type_symbol
-_atom_site_fract_x
-_atom_site_fract_y
-_atom_site_fract_z
-_atom_site_U_iso_or_equiv
-_atom_site_occupancy
-C1 C 0.1234(5) 0.25 0.3 0.021(1) 1
-Zn1 Zn 0 0 0 0.03 1.0
-O1 O 0.3 0.4 0.1 0.05 0.5
-H1 H 0.35 0.45 0.1 0.04 1.0
-loop_
-_atom_site_aniso_label
-_atom_site_aniso_U_11
-_atom_site_aniso_U_22
-_atom_site_aniso_U_33
-_atom_site_aniso_U_12
-_atom_site_aniso_U_13
-_atom_site_aniso_U_23
-C1 0.02 0.03 0.01 0.001 0.002 0.003
-"""
-
-
 def test_what_is_printed_is_short(load):
     structure = load(pdb(aniso=ANISO))
     assert repr(structure) == f"Structure({structure.path!r}, 4 atoms)"
@@ -624,10 +588,7 @@ class TestSmallMolecules:
         assert (report["atoms"], report["spacegroup"]) == (4, "P 1 21/c 1")
         ccp4, _ = read_map("x.map")
         hkl = gemmi.make_miller_array(ccp4.grid.unit_cell, ccp4.grid.spacegroup, 0.9)
-        small = gemmi.make_small_structure_from_block(gemmi.cif.read_string(SMALL)[0])
-        small.change_occupancies_to_crystallographic()
-        calculator = gemmi.StructureFactorCalculatorX(small.cell)
-        sums = [calculator.calculate_sf_from_small_structure(small, h) for h in hkl.tolist()]
+        sums = sums_of_small(hkl)
         found = of_map(ccp4, hkl, report["blur_angstrom2"])
         # Measured: 6e-7, the rounding of 32 bits.
         assert abs(found - sums).sum() / np.abs(sums).sum() < 4e-6

@@ -11,7 +11,7 @@ from fusedops import maps
 from fusedops.crystal import structure_factors
 from fusedops.scaling import Scale, fit_scale, k_mask, k_total, read_amplitudes, solvent_mask
 from fusedops.structure import StructureError, read_structure
-from structures import pdb
+from structures import SMALL, pdb, sums_of_small
 
 gemmi = pytest.importorskip("gemmi")
 
@@ -344,36 +344,18 @@ def test_refusals_of_amplitudes(tmp_path):
         read_amplitudes(tmp_path / "absent.cif")
 
 
-ATOMS = """loop_
-_atom_site_label
-_atom_site_type_symbol
-_atom_site_fract_x
-_atom_site_fract_y
-_atom_site_fract_z
-_atom_site_U_iso_or_equiv
-Zn1 Zn 0   0    0   0.03
-C2  C  0.3 0.25 0.2 0.02
-O3  O  0.4 0.4  0.1 0.05
-"""
-
-
 def test_a_small_molecule_is_scaled_to_its_reflections(tmp_path):
     """One core CIF has the model and squared amplitudes, from sums over atoms by gemmi."""
     path = tmp_path / "x.cif"
-    model = CORE.partition("loop_")[0] + ATOMS
-    path.write_text(model)
+    path.write_text(SMALL)
     structure = read_structure(path)
     grid = maps.crystal_grid(structure, 0.25)
     hkl = gemmi.make_miller_array(grid.cell, grid.spacegroup, 0.8)
-    small = gemmi.make_small_structure_from_block(gemmi.cif.read_string(model)[0])
-    small.change_occupancies_to_crystallographic()
-    calculator = gemmi.StructureFactorCalculatorX(small.cell)
-    sums = np.array([calculator.calculate_sf_from_small_structure(small, h) for h in hkl.tolist()])
     s, U_aniso = hkl @ np.linalg.inv(grid.matrix), np.array([0.01, 0.02, -0.005, 0, 0.003, 0])
-    squares = np.square(k_total(s, 3.0, U_aniso) * abs(sums))
+    squares = np.square(k_total(s, 3.0, U_aniso) * abs(sums_of_small(hkl)))
     rows = [f"{h} {k} {l} {F2:.6f} 1.0\n" for (h, k, l), F2 in zip(hkl, squares, strict=True)]
     columns = ["index_h", "index_k", "index_l", "F_squared_meas", "F_squared_sigma"]
-    path.write_text(model + "loop_\n" + "".join(f"_refln_{c}\n" for c in columns) + "".join(rows))
+    path.write_text(SMALL + "loop_\n" + "".join(f"_refln_{c}\n" for c in columns) + "".join(rows))
 
     atoms, found = maps.scattering_atoms(read_structure(path)), read_amplitudes(path)
     np.testing.assert_array_equal(found.hkl, hkl)
