@@ -60,6 +60,17 @@ def guarded(values: Any, at_the_end: bool) -> np.ndarray:
     return array
 
 
+def between(
+    framework: str, device: str, shape: tuple[int, ...], around: float, values: Any
+) -> tuple[Any, Any]:
+    """Return memory, and an array in it that lies between eight others of its size and eight."""
+    memory: Any = np.full((17, *shape), around)
+    memory[8] = values
+    if framework == "torch":
+        memory = sys.modules["torch"].from_numpy(memory).to(device)
+    return memory, memory[8:9].reshape(shape)
+
+
 def fill(
     place: tuple[str, str],
     primitive: Any,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import functools
 import itertools
 
 import numpy as np
@@ -185,15 +185,7 @@ def test_indices_that_lie_lead_nowhere(place, primitive, shapes, others):
     """A kernel takes them for no atoms or tokens, and touches nothing outside of its arrays."""
     framework, backend, device = (*place, "cpu")[:3]
     others = [part.to(device) if isinstance(part, Packed) else part for part in others]
-
-    def between(shape, around, values):
-        """Return memory, and an array in it that lies between others of its size."""
-        memory = np.full((17, *shape), around)
-        memory[8] = values
-        if framework == "torch":
-            memory = importlib.import_module("torch").from_numpy(memory).to(device)
-        return memory, memory[8:9].reshape(shape)
-
+    between = functools.partial(guarded.between, framework, device)
     rng = np.random.default_rng(0)
     arrays = [between(shape, np.nan, rng.normal(size=shape)) for shape in shapes]
     a = primitive.Arguments(*[array for _, array in arrays], *others)
