@@ -649,22 +649,15 @@ def test_plain_torch_serves_matrices_of_high_degrees():
 
 
 def turns(kind, count=6):
-    """Return random rotations of a kind, and their matrices by products of turns about axes."""
+    """Return random rotations of a kind, and their matrices."""
+    Rotation = pytest.importorskip("scipy.spatial.transform").Rotation
     rng = np.random.default_rng(count)
-    if kind == "quaternions":
-        q = rng.normal(size=(count, 4))
-        w, axis = q[:, 0] / np.linalg.norm(q, axis=1), unit(q[:, 1:])
-        cross = np.stack([np.cross(axis, e) for e in np.eye(3)], -1)
-        s, c = (f(2 * np.arccos(w))[:, None, None] for f in (np.sin, np.cos))
-        return q, np.eye(3) + s * cross + (1 - c) * cross @ cross
-    angles = rng.uniform(-7, 7, size=(count, 3))
-    c, s, zero, one = np.cos(angles).T, np.sin(angles).T, np.zeros(count), np.ones(count)
-    first, last = (
-        np.array([[c[k], zero, s[k]], [zero, one, zero], [-s[k], zero, c[k]]]) for k in (0, 2)
-    )
-    about_x = np.array([[one, zero, zero], [zero, c[1], -s[1]], [zero, s[1], c[1]]])
-    R = np.einsum("ije,jke,kle->eil", first, about_x, last)
-    return (angles if kind == "angles" else R), R
+    if kind == "angles":
+        angles = rng.uniform(-7, 7, size=(count, 3))
+        return angles, Rotation.from_euler("YXY", angles).as_matrix()
+    q = rng.normal(size=(count, 4))
+    R = Rotation.from_quat(q[:, [1, 2, 3, 0]]).as_matrix()
+    return (q if kind == "quaternions" else R), R
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
