@@ -173,23 +173,6 @@ def solve(place, p, names=NAMES[:3], *, cell=None, cotangent=None, **options):
     return [np.asarray(array.detach()) for array in found]
 
 
-def differences(p, step, **options):
-    """Return the gradients by all five arrays, by differences of maps of the formula."""
-    gradients = []
-    for name in NAMES:
-        gradient = np.zeros_like(getattr(p, name))
-        for index in np.ndindex(gradient.shape):
-            sides = []
-            for sign in (step, -step):
-                array = getattr(p, name).copy()
-                array[index] += sign
-                rho = evaluate(("numpy", "numpy"), p._replace(**{name: array}), **options)
-                sides.append(np.vdot(p.cotangent, rho))
-            gradient[index] = (sides[0] - sides[1]) / (2 * step)
-        gradients.append(gradient)
-    return gradients
-
-
 def close(got, want, dtype=None, terms=64):
     """Compare with a reference by the matrix's tolerance for sums of that many products."""
     dtype = str(got.dtype) if dtype is None else dtype
