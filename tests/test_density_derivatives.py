@@ -95,20 +95,6 @@ def test_second_derivatives_are_those_of_a_direct_sum(torch_backend, name, gauss
     all_close(got, direct_second(name, gaussians, anisotropic), terms=64 * 4000)
 
 
-SOME = [((name,), NAMES) for name in NAMES]
-SOME += [(NAMES[:3], by) for by in (NAMES[:3], NAMES[:1], NAMES[2:4], ())]
-
-
-@needs_torch
-@pytest.mark.parametrize(("along", "by"), SOME)
-def test_second_derivatives_along_some_tangents_by_some_arrays(
-    torch_backend, along, by, anisotropic
-):
-    p = problem("monoclinic", 3, anisotropic=anisotropic)
-    got = second_of(p, function_of(p, torch_backend), tangents_of(p, anisotropic), along, by)
-    all_close(got, direct_second("monoclinic", 5, anisotropic, along, by), terms=64 * 4000)
-
-
 @needs_torch
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_form_factors_beside_sixteen_bits_keep_theirs(dtype, anisotropic):
