@@ -34,6 +34,15 @@ CELLS = {
     "thinner": ([[1.5, 0.3, 0.0], [0.0, 1.2, 0.2], [0.0, 0.0, 9.0]], (2, 1, 20), 4.0),
     "of one voxel": (_TRICLINIC, (1, 1, 1), 7.0),
 }
+#: Cells around which boxes of atoms go many times.
+BOXES = {
+    "thin along x": (np.diag([0.02, 5.0, 6.0]), (1, 8, 9), 2.2),
+    "thin along y": (np.diag([5.0, 0.02, 6.0]), (8, 1, 9), 2.2),
+    "thin along z": (np.diag([5.0, 6.0, 0.02]), (8, 9, 1), 2.2),
+    "one plane": (np.diag([6.0, 5.0, 4.0]), (1, 7, 8), 13.0),
+    "one row": (np.diag([6.0, 5.0, 4.0]), (1, 1, 8), 19.0),
+}
+CELLS |= BOXES
 
 
 class Problem(NamedTuple):
