@@ -48,6 +48,7 @@ from places import (
     needs_torch,
     needs_triton,
 )
+from test_contract import compiled
 
 if HAS_TORCH:
     import torch
@@ -517,19 +518,8 @@ def test_clamping_revives_no_part_of_a_broken_atom(anisotropic, argument, value)
 # Transforms and compiled code.
 
 
-@pytest.fixture
-def compiled():
-    """Return a function's compiled form, and a counter of its graphs."""
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    options = {"fullgraph": True, "backend": counter, "dynamic": True}
-    return functools.partial(torch.compile, **options), counter
-
-
 @needs_torch
-def test_atoms_that_nobody_can_look_at(compiled):
+def test_atoms_that_nobody_can_look_at():
     """A call under torch.vmap, or in compiled code, must ask to leave bad ones out."""
     p = problem()
     arrays, function = [tensor(array) for array in p[:3]], function_of(p, on_bad="raise")
@@ -537,15 +527,14 @@ def test_atoms_that_nobody_can_look_at(compiled):
         torch.vmap(function, (0, None, None))(arrays[0][None], *arrays[1:])
     # Dynamo wraps the TypeError in one of its own.
     with pytest.raises((TypeError, RuntimeError), match="it should be 'skip'"):
-        compiled[0](function)(*arrays)
+        compiled(function, dynamic=True)[0](*arrays)
 
 
 @needs_torch
-def test_compiled_code_clamps_and_leaves_other_bad_atoms_out(compiled, anisotropic):
+def test_compiled_code_clamps_and_leaves_other_bad_atoms_out(anisotropic):
     p = too_sharp(anisotropic=anisotropic)
-    compile, counter = compiled
     function, leaves = function_of(p, on_bad="clamp"), leaves_of(p)
-    fast = compile(function)
+    fast, counter = compiled(function, dynamic=True)
     found, want = (torch.autograd.grad(f(*leaves).sum(), leaves) for f in (fast, function))
     assert counter.frame_count == 1
     all_close([a.numpy() for a in found], [a.numpy() for a in want])
