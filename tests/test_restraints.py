@@ -40,17 +40,15 @@ class TestReading:
         rows = (
             plane('C1 C2 "O5\'" N') + plane("C1 C2 C3 C4", 0.01, "p2") + plane("A B", 1, "q", "X")
         )
+        # Unknown sigmas are the default.
+        rows += plane("C", "?", "q", "X") + plane("D", ".", "q", "X")
         assert restraints(cif(rows)) == {
             "LIG": {
                 "plan-1": dict.fromkeys(["C1", "C2", "O5'", "N"], 0.02),
                 "p2": dict.fromkeys(["C1", "C2", "C3", "C4"], 0.01),
             },
-            "X": {"q": {"A": 1.0, "B": 1.0}},
+            "X": {"q": {"A": 1.0, "B": 1.0, "C": 0.02, "D": 0.02}},
         }
-
-    @pytest.mark.parametrize("sigma", ["?", "."])
-    def test_an_unknown_sigma_is_the_default(self, restraints, sigma):
-        assert restraints(cif(plane("A", sigma)))["LIG"]["plan-1"] == {"A": 0.02}
 
     def test_no_column_of_sigmas(self, restraints):
         found = restraints(cif("LIG p A\nLIG p B\n", "comp_id plane_id atom_id"))
