@@ -83,8 +83,6 @@ UNREADABLE = {
     "spaces.cif": (b" \n\n", "the file is empty"),
     "empty.cif.gz": (gzip.compress(b""), "the file is empty"),
     "page.cif": (b"<!DOCTYPE html>\n<html></html>", "neither PDB nor mmCIF"),
-    "zeros.cif": (bytes(999), "neither PDB nor mmCIF"),
-    "binary.pdb": (bytes(range(256)) * 20, "neither PDB nor mmCIF"),
     "atom.pdb": (b"ATOM  " + bytes(range(256)) * 20, "line 1 holds no coordinates"),
     "plain.pdb.gz": (b"not gzipped", "neither PDB nor mmCIF"),
     "cut.pdb.gz": (gzip.compress(UBIQUITIN)[:3000], "broken gzip data"),
@@ -105,7 +103,6 @@ UNREADABLE = {
     "letters.pdb": (atom(30, "     abc"), "line 270 holds no coordinates"),
     "cut.pdb": (UBIQUITIN[: UBIQUITIN.index(ATOM) + 40], "line 270 holds no coordinates"),
     "zero_angle.pdb": (crystal("50 50 50 0 90 90"), "Impossible angle"),
-    "long.pdb": (b"ATOM  " + b"x" * 1_000_000, "line 1 holds no coordinates"),
     "data.cif": (b"data_\n", "it holds no atoms"),
     **{
         f"no_{name}.cif": (
@@ -242,9 +239,7 @@ PLANARITY = """
 --fit best | --fit: invalid choice: 'best'
 --backend torch | --backend: invalid choice: 'torch'
 --json --csv | not allowed with argument
---flatten x.xyz | x.xyz: name it .pdb
 --flatten none/x.pdb | none/x.pdb: there is no folder
---flatten taken.pdb | taken.pdb: is a folder
 --flatten LONG.pdb | File name too long
 """
 OTHERS = """
@@ -298,12 +293,6 @@ def test_arguments(refused, x, monkeypatch, command, reason):
     for name, found in {"ops": {"ops": []}, "old": {"schema": 0}, "good": {}}.items():
         (x / f"{name}.json").write_text(json.dumps(good | found))
     refused(command.replace("LONG", LONG), reason)
-
-
-def test_atoms_that_reach_too_many_voxels(refused, folder):
-    (folder / "x.pdb").write_bytes(crystal("5 5 5 90 90 90"))
-    reason = "its atoms reach 99 Å; these voxels allow at most 63"
-    refused("density x.pdb --out x.map --radius 99 --spacing 0.25", reason)
 
 
 @pytest.mark.parametrize(
