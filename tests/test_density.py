@@ -663,10 +663,6 @@ OTHER = Lattice(np.eye(3), (4, 5, 6))
 BAD = {
     "no Gaussians": (NO_GAUSSIANS, r"amplitudes has shape \(4, 0\); it should be \(4, G\), G > 0"),
     "no grid_shape": ({"grid_shape": None}, "grid_shape is None; it should be given, unless"),
-    "another grid_shape": (
-        {"cell": OTHER, "grid_shape": (4, 5, 7)},
-        r"grid_shape is \(4, 5, 7\); the Lattice has \(4, 5, 6\)",
-    ),
     "a number beside a Lattice": (
         {"cell": OTHER, "grid_shape": 4},
         "grid_shape is a int; it should be three sizes",
