@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import mmap
 import os
 import sys
@@ -67,7 +68,7 @@ def between(
     memory: Any = np.full((17, *shape), around)
     memory[8] = values
     if framework == "torch":
-        memory = sys.modules["torch"].from_numpy(memory).to(device)
+        memory = importlib.import_module("torch").from_numpy(memory).to(device)
     return memory, memory[8:9].reshape(shape)
 
 
