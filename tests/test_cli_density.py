@@ -639,13 +639,6 @@ def test_standard_input(run, load, monkeypatch):
     assert (labels_of(one)[1], labels_of(two)[1]) == ("model x.pdb", "model stdin")
 
 
-@pytest.mark.parametrize("options", ["--out none/x.map", "--picture x.map"])
-def test_a_bad_name_is_told_before_any_work(refused, monkeypatch, options):
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(cli.common, "read_model", None)
-    refused(f"{UBIQUITIN} {options}", options.split()[1])
-
-
 class TestMemory:
     def test_what_linux_says(self, tmp_path):
         (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   5 kB\n")

@@ -284,6 +284,8 @@ def test_arguments(refused, x, monkeypatch, command, reason):
     if "LONG" not in command:
         monkeypatch.setattr(maps, "density_map", None)
         monkeypatch.setattr(cli.planarity, "planar_groups", None)
+    if command.endswith(("--out none/x.map", "--picture x.abc")):
+        monkeypatch.setattr(cli.common, "read_model", None)
     for name in ("taken.pdb", "taken.map"):
         (x / name).mkdir()
     (x / "taken.pdb/text").write_text("x")
