@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import fusedops
-from contract import compare
+from contract import EXAMPLES, compare, derivatives, evaluate, leaves_of, same, solve
 from fusedops import triangle_attention
+from fusedops._catalogue import Problem
 from fusedops.attention import op
 from fusedops.attention.examples import present, rows
 from fusedops.testing import CASES, check, error
@@ -15,6 +16,9 @@ from places import HAS_TORCH, interpreted, needs_torch, needs_triton
 
 if HAS_TORCH:
     import torch
+
+#: The op and its leaves.
+(PLAIN,) = (example for example in EXAMPLES if example.name == "attention")
 
 
 def plain(q, k, v, bias, mask=None, scale=None):
@@ -31,156 +35,112 @@ def test_the_reference_is_the_formula():
     compare(triangle_attention, plain, [(1, 1, 1, 1, 1, 1), (2, 3, 5, 40, 1, 16)])
 
 
-def given(*shape, seed=0):
-    return rows(np.random.default_rng(seed), *shape)
+def problem(*shape, mask=None):
+    """Return attention with random cotangents, whose arrays a test may change."""
+    dout = np.random.default_rng(1).normal(size=(*shape[:3], *shape[4:]))
+    return Problem(PLAIN, {**rows(np.random.default_rng(0), *shape), "mask": mask}, (dout,))
+
+
+def expected(p):
+    """Return the reference of float64, and gradients."""
+    return solve(("numpy", "numpy"), p.astype("float64"))
 
 
 def test_any_number_that_is_not_zero_is_a_key(backend):
-    arrays = given(2, 3, 4, 6, 2, 3)
-    mask = present(np.random.default_rng(1), 2, 3, 6)
-    want = triangle_attention(**arrays, mask=mask, backend=backend)
+    p = problem(2, 3, 4, 6, 2, 3, mask=present(np.random.default_rng(1), 2, 3, 6))
+    mask, place = p.arguments["mask"], ("numpy", backend)
     for kind, value in (("i4", -3), ("f4", 1e-30), ("u1", 255), ("f8", 0.5)):
         other = mask.astype(kind) * np.array(value, kind)
-        got = triangle_attention(**arrays, mask=other, backend=backend)
-        np.testing.assert_array_equal(got, want)
+        same(evaluate(place, p.but(mask=other)), evaluate(place, p))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_row_without_keys_has_the_mean_of_its_values(backend, dtype):
     """Its other gradients are zero, and values of missing keys have none in other rows."""
-    arrays = {name: x.astype(dtype) for name, x in given(1, 3, 5, 300, 2, 4).items()}
     mask = np.ones((1, 3, 300), bool)
-    mask[0, 1] = False
-    mask[0, 2, 7:] = False
-    out, pullback = triangle_attention.vjp(**arrays, mask=mask, backend=backend)
-    mean = arrays["v"][0, 1].mean(0)
+    mask[0, 1] = mask[0, 2, 7:] = False
+    p = problem(1, 3, 5, 300, 2, 4, mask=mask).astype(dtype)
+    out, dq, dk, dv, _ = solve(("numpy", backend), p)
+    mean = p.arguments["v"][0, 1].mean(0)
     assert error(out[0, 1], np.broadcast_to(mean, out[0, 1].shape)) < 1e-5
-    dout = np.random.default_rng(1).normal(size=out.shape).astype(dtype)
-    dq, dk, dv, _ = pullback(dout)
     assert not dq[0, 1].any()
     assert not dk[0, 1].any()
     assert not dk[0, 2, 7:].any()
     assert not dv[0, 2, 7:].any()
-    each = dout[0, 1].sum(0) / 300
+    each = p.cotangents[0][0, 1].sum(0) / 300
     assert error(dv[0, 1], np.broadcast_to(each, dv[0, 1].shape)) < 1e-5
 
 
 def test_logits_may_be_far_from_zero(backend):
     """Also by blocks: the largest is in the first, in the last, or beside keys at -∞."""
-    arrays = given(1, 2, 3, 600, 1, 4)
-    arrays["bias"] += 700.0
-    arrays["bias"][..., 0, 5] += 900.0
-    arrays["bias"][..., 1, 590] += 900.0
-    arrays["bias"][..., 2, :280] = -np.inf
-    out, pullback = triangle_attention.vjp(**arrays, backend=backend)
-    want, other = triangle_attention.vjp(**arrays, backend="numpy")
-    assert error(out, want) < 1e-11
-    for got, wanted in zip(pullback(np.ones_like(out)), other(np.ones_like(out)), strict=True):
-        assert error(got, wanted) < 1e-9
-    np.testing.assert_allclose(out[:, :, 0], arrays["v"][:, :, 5])
+    p = problem(1, 2, 3, 600, 1, 4)
+    bias = p.arguments["bias"]
+    bias += 700.0
+    bias[..., 0, 5] += 900.0
+    bias[..., 1, 590] += 900.0
+    bias[..., 2, :280] = -np.inf
+    found = solve(("numpy", backend), p)
+    for got, want in zip(found, expected(p), strict=True):
+        assert error(got, want) < (1e-11 if got is found[0] else 1e-9)
+    np.testing.assert_allclose(found[0][:, :, 0], p.arguments["v"][:, :, 5])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_masks_by_a_large_bias(backend, dtype):
-    """All keys of a query have the same bias, beside which the denominator's logarithm is lost."""
-    arrays = {name: x.astype(dtype) for name, x in given(1, 2, 4, 300, 1, 4).items()}
-    arrays["q"][:] = 0
-    for query, value in enumerate((-1e9, np.finfo(dtype).min, 1e30)):
-        arrays["bias"][..., query, :] = value
-    out, pullback = triangle_attention.vjp(**arrays, backend=backend)
-    want, other = triangle_attention.vjp(
-        **{name: x.astype("f8") for name, x in arrays.items()}, backend="numpy"
-    )
-    assert error(out, want) < 1e-5
-    dout = np.random.default_rng(2).normal(size=out.shape)
-    for got, wanted in zip(pullback(dout.astype(dtype)), other(dout), strict=True):
-        assert error(got, wanted) < 2e-5
-
-
-@needs_torch
+@interpreted
+@pytest.mark.interpreted_slow(dtype="float32")
 @pytest.mark.parametrize("masked", [False, True])
-def test_tensors_with_masks_by_a_large_bias(any_torch_backend, masked):
-    arrays = {name: x.astype("f4") for name, x in given(1, 3, 5, 70, 1, 4).items()}
-    arrays["q"][:, :, :3] = 0
-    for query, value in enumerate((-1e9, -1000001000.0, -2e38)):
-        arrays["bias"][..., query, :] = value
-    mask = np.ones((1, 3, 70), bool)
-    mask[0, 1] = False
-    mask[0, 2, 40:] = False
-    mask = mask if masked else None
-    leaves = {name: torch.tensor(x, requires_grad=True) for name, x in arrays.items()}
-    given_mask = None if mask is None else torch.tensor(mask)
-    out = triangle_attention(**leaves, mask=given_mask, backend=any_torch_backend)
-    exact = {name: x.astype("f8") for name, x in arrays.items()}
-    want, pullback = triangle_attention.vjp(**exact, mask=mask, backend="numpy")
-    assert error(out.detach().numpy(), want) < 1e-5
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
-    gradients = torch.autograd.grad(out, tuple(leaves.values()), dout)
-    for got, wanted in zip(gradients, pullback(dout.double().numpy()), strict=True):
-        assert error(got.numpy(), wanted) < 2e-5
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_masks_by_a_large_bias(place, dtype, masked):
+    """All keys of a query have the same bias, beside which the denominator's logarithm is lost."""
+    mask = np.ones((1, 3, 300), bool)
+    mask[0, 1] = mask[0, 2, 40:] = False
+    p = problem(1, 3, 6, 300, 1, 4, mask=mask if masked else None).astype(dtype)
+    p.arguments["q"][:, :, :5] = 0
+    for query, value in enumerate((-1e9, -1000001000.0, -2e38, np.finfo(dtype).min, 1e30)):
+        p.arguments["bias"][..., query, :] = value
+    for got, want in zip(solve(place, p), expected(p), strict=True):
+        assert error(got, want) < 2e-5
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_query_of_which_all_logits_are_infinite_has_no_softmax(place, dtype):
     """Its output and its derivatives are NaN, as the definition's; -∞ beside the lowest is none."""
-    arrays = {name: x.astype(dtype) for name, x in given(1, 3, 4, 70, 2, 4).items()}
-    arrays["bias"][..., 1, 0, :] = -np.inf
-    arrays["bias"][..., 0, 1, :] = np.finfo(dtype).min
-    arrays["bias"][..., 0, 1, 40:] = -np.inf
     mask = np.ones((1, 3, 70), bool)
-    mask[0, 1, 50:] = False
-    mask[0, 2] = False
-    dout = np.random.default_rng(1).normal(size=arrays["q"].shape)
-    exact = {name: x.astype("f8") for name, x in arrays.items()}
-    want, pullback = triangle_attention.vjp(**exact, mask=mask, backend="numpy")
-    assert np.isnan(want[0, 0, 0, 1]).all()
-    framework, backend = place
-    if framework == "torch":
-        leaves = {name: torch.tensor(x, requires_grad=True) for name, x in arrays.items()}
-        out = triangle_attention(**leaves, mask=torch.tensor(mask), backend=backend)
-        cotangent = torch.tensor(dout.astype(dtype))
-        found = [out.detach(), *torch.autograd.grad(out, tuple(leaves.values()), cotangent)]
-    else:
-        out, pull_back = triangle_attention.vjp(**arrays, mask=mask, backend=backend)
-        found = [out, *pull_back(dout.astype(dtype))]
-    for got, wanted in zip(found, [want, *pullback(dout)], strict=True):
+    mask[0, 1, 50:] = mask[0, 2] = False
+    p = problem(1, 3, 4, 70, 2, 4, mask=mask).astype(dtype)
+    bias = p.arguments["bias"]
+    bias[..., 1, 0, :] = bias[..., 0, 1, 40:] = -np.inf
+    bias[..., 0, 1, :40] = np.finfo(dtype).min
+    want = expected(p)
+    assert np.isnan(want[0][0, 0, 0, 1]).all()
+    for got, wanted in zip(solve(place, p), want, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_a_nan_stays_in_its_row_and_query(backend):
-    arrays = {name: x.astype("f4") for name, x in given(1, 3, 4, 20, 2, 4).items()}
-    arrays["q"][0, 1, 2, 0, 3] = np.nan
-    missing = np.isnan(triangle_attention(**arrays, backend=backend))
+    p = problem(1, 3, 4, 20, 2, 4).astype("float32")
+    p.arguments["q"][0, 1, 2, 0, 3] = np.nan
+    missing = np.isnan(evaluate(("numpy", backend), p)[0])
     assert missing[0, 1, 2, 0].all()
     assert missing.sum() == 4
 
 
 def test_missing_keys_may_hold_anything(backend):
     """Padding may be NaN in keys: its logits are replaced, not multiplied by zero."""
-    arrays = given(1, 3, 4, 20, 2, 4)
     mask = np.ones((1, 3, 20), bool)
     mask[0, :, 15:] = False
-    want = triangle_attention(**arrays, mask=mask, backend=backend)
-    arrays["k"][0, :, 15:] = np.nan
-    got = triangle_attention(**arrays, mask=mask, backend=backend)
-    np.testing.assert_array_equal(got, want)
+    p = problem(1, 3, 4, 20, 2, 4, mask=mask)
+    want = evaluate(("numpy", backend), p)
+    p.arguments["k"][0, :, 15:] = np.nan
+    same(evaluate(("numpy", backend), p), want)
 
 
 def test_the_definition_takes_rows_in_parts(monkeypatch):
     """Derivatives of second order too, with an array of one part's logits at a time."""
-    arrays = given(2, 5, 4, 6, 2, 3)
-    found = []
+    p, found = problem(2, 5, 4, 6, 2, 3), []
     for memory in (2**28, 1):
         monkeypatch.setattr(op, "_MEMORY", memory)
-        out, pullback = triangle_attention.vjp(**arrays, backend="numpy")
-        found.append([out, *pullback(np.ones_like(out))])
-        if HAS_TORCH:
-            leaves = [torch.tensor(x, requires_grad=True) for x in arrays.values()]
-            value = triangle_attention(*leaves, backend="torch").square().sum()
-            first = torch.autograd.grad(value, leaves, create_graph=True)
-            second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
-            found[-1] += [g.numpy() for g in second]
+        found.append(expected(p) + (derivatives(p, "torch", 2) if HAS_TORCH else []))
     for one, other in zip(*found, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
 
@@ -188,7 +148,7 @@ def test_the_definition_takes_rows_in_parts(monkeypatch):
 @needs_torch
 def test_cotangents_of_the_denominator():
     """Direct calls of the primitive differentiate its second output too."""
-    leaves = [torch.tensor(x, requires_grad=True) for x in given(1, 2, 3, 4, 2, 3).values()]
+    leaves = leaves_of(problem(1, 2, 3, 4, 2, 3))
     mask = torch.tensor(present(np.random.default_rng(0), 1, 2, 4))
     assert torch.autograd.gradcheck(
         lambda *arrays: tuple(op.attention(*arrays, mask, 0.7)), leaves, fast_mode=True
@@ -197,43 +157,40 @@ def test_cotangents_of_the_denominator():
 
 @needs_torch
 def test_a_mask_has_no_gradient():
-    arrays = {name: torch.tensor(x) for name, x in given(1, 2, 3, 4, 2, 3).items()}
     mask = torch.ones(1, 2, 4, requires_grad=True)
     with pytest.raises(ValueError, match="triangle_attention: mask requires grad; it is a const"):
-        triangle_attention(**arrays, mask=mask)
+        triangle_attention(*leaves_of(problem(1, 2, 3, 4, 2, 3)), mask=mask)
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    ("changes", "message"),
     [
-        ({"scale": np.inf}, ValueError, "scale is inf; it should be a finite number"),
-        ({"scale": "1"}, TypeError, "scale is a str; it should be a number"),
-        ({"k": np.ones((1, 2, 0, 2, 3))}, ValueError, r"k has shape .*, K > 0"),
-        ({"q": np.ones((2, 3, 2, 3))}, ValueError, r"q has shape .*\(B, N, Q, H, D\), D > 0"),
-        ({"bias": np.ones((1, 2, 4, 3))}, ValueError, r"bias has shape .*be \(1, 2, 3, 4\)"),
-        ({"mask": np.ones((1, 2, 3))}, ValueError, r"mask has shape .*be \(1, 2, 4\)"),
-        ({"mask": np.full((1, 2, 4), "x")}, TypeError, "mask has dtype <U1; it should be bool"),
+        ({"scale": np.inf}, "scale is inf; it should be a finite number"),
+        ({"k": np.ones((1, 2, 0, 2, 3))}, r"k has shape .*, K > 0"),
+        ({"q": np.ones((2, 3, 2, 3))}, r"q has shape .*\(B, N, Q, H, D\), D > 0"),
+        ({"bias": np.ones((1, 2, 4, 3))}, r"bias has shape .*be \(1, 2, 3, 4\)"),
+        ({"mask": np.ones((1, 2, 3))}, r"mask has shape .*be \(1, 2, 4\)"),
     ],
 )
-def test_bad_arguments_are_named(changes, error, message):
-    with pytest.raises(error, match=f"triangle_attention: {message}"):
-        triangle_attention(**given(1, 2, 3, 4, 2, 3) | changes)
+def test_bad_arguments_are_named(changes, message):
+    """The contract and test_errors.py try others."""
+    with pytest.raises(ValueError, match=f"triangle_attention: {message}"):
+        triangle_attention(**problem(1, 2, 3, 4, 2, 3).arguments | changes)
 
 
 def test_the_bias_of_many_threads_has_the_same_bits(exact, several_threads):
     """Also of more rows than there are sums, and of fewer."""
     for size in ((1, 45, 5, 7, 1, 3), (2, 3, 5, 7, 2, 3)):
-        arrays, found = given(*size), []
+        found = []
         for threads in (1, 3):
             fusedops.set_num_threads(threads)
             several_threads.clear()
             try:
-                out, pullback = triangle_attention.vjp(**arrays, backend=exact)
-                found.append(pullback(np.ones_like(out))[3])
+                found.append(solve(("numpy", exact), problem(*size))[4])
             finally:
                 fusedops.set_num_threads(None)
             assert set(several_threads) == {threads}
-        np.testing.assert_array_equal(*found)
+        same(*found)
 
 
 @pytest.fixture
@@ -254,16 +211,6 @@ def halved(monkeypatch):
 )
 def test_products_of_halves_agree_with_the_reference(case, halved):
     check(case, "torch", "triton", "float32", alone=False)
-
-
-def results(arrays, mask, dout, dtype, backend):
-    """Return attention and its gradients, of arrays as float32 has them."""
-    leaves = {name: torch.tensor(x.astype("f4"), dtype=dtype) for name, x in arrays.items()}
-    for leaf in leaves.values():
-        leaf.requires_grad_()
-    out = triangle_attention(**leaves, mask=mask, backend=backend)
-    dout = torch.tensor(dout.astype("f4"), dtype=dtype)
-    return [out.detach(), *torch.autograd.grad(out, tuple(leaves.values()), dout)]
 
 
 def rest(arrays, dout):
@@ -313,20 +260,16 @@ def queries_of_one_key(arrays, dout):
 )
 def test_halves_err_at_most_twice_as_much_as_float32(change, halved):
     """In norm; float32's own error is that of torch, or its unit."""
-    arrays, dout = (
-        given(1, 3, 40, 70, 2, 16),
-        np.random.default_rng(1).normal(size=(1, 3, 40, 2, 16)),
-    )
-    change(arrays, dout)
-    mask = torch.tensor(present(np.random.default_rng(3), 1, 3, 70)) if change is rest else None
-    tensors = [torch.tensor(x.astype("f4")) for x in (*arrays.values(), dout)]
-    call = halved._Call(op.attention.Arguments(*tensors[:4], mask, 1.0), tensors[4])
+    p = problem(1, 3, 40, 70, 2, 16)
+    change(p.arguments, p.cotangents[0])
+    mask = present(np.random.default_rng(3), 1, 3, 70) if change is rest else None
+    p = p.but(mask=mask).astype("float32")
+    given = *leaves_of(p), None if mask is None else torch.tensor(mask), 1.0
+    call = halved._Call(op.attention.Arguments(*given), torch.tensor(p.cotangents[0]))
     assert call.scales.all(), "halves serve all heads"
-    want = results(arrays, mask, dout, torch.float64, "torch")
-    found = results(arrays, mask, dout, torch.float32, "triton")
-    by_torch = results(arrays, mask, dout, torch.float32, "torch")
-    for at, (ours, plain, exact) in enumerate(zip(found, by_torch, want, strict=True)):
-        off, own = ((x.double() - exact).norm() / exact.norm() for x in (ours, plain))
+    found, by_torch = (solve(("torch", name), p) for name in ("triton", "torch"))
+    for at, (ours, plain, exact) in enumerate(zip(found, by_torch, expected(p), strict=True)):
+        off, own = (np.linalg.norm(x - exact) / np.linalg.norm(exact) for x in (ours, plain))
         # A dq near zero has larger errors, as docs/backends.md says.
         least = 5e-4 if change is queries_of_one_key and at == 1 else 2.0**-23
         assert off <= 2 * max(own, least), (off, own)
@@ -347,26 +290,20 @@ NUMBERS = {
 def test_heads_that_halves_do_not_serve(number, halved, monkeypatch):
     """A number that halves don't hold beside others leaves its head to products of float32."""
     for name in ("q", "k", "v", "dout"):
-        arrays, dout = (
-            given(1, 3, 17, 40, 2, 16),
-            np.random.default_rng(1).normal(size=(1, 3, 17, 2, 16)),
-        )
-        vector = (dout if name == "dout" else arrays[name])[0, 1, 3, 1]
-        if number == "tiny":
-            vector[:] = NUMBERS[number]
-        else:
-            vector[5] = NUMBERS[number]
-        found = results(arrays, None, dout, torch.float32, "triton")
+        p = problem(1, 3, 17, 40, 2, 16).astype("float32")
+        vector = (p.arguments | {"dout": p.cotangents[0]})[name][0, 1, 3, 1]
+        vector[slice(None) if number == "tiny" else 5] = NUMBERS[number]
+        found = solve(("torch", "triton"), p)
         with monkeypatch.context() as patch:
             patch.setattr(halved, "of_float32", lambda device: "ieee")
-            want = results(arrays, None, dout, torch.float32, "triton")
+            want = solve(("torch", "triton"), p)
         if name != "dout":
             # The head's own results are those of float32, which all others resemble.
             for ours, plain in zip(found[:-1], want[:-1], strict=True):
-                np.testing.assert_array_equal(ours[0, 1, :, 1], plain[0, 1, :, 1])
+                same(ours[0, 1, :, 1], plain[0, 1, :, 1])
         for ours, plain in zip(found, want, strict=True):
-            scale = plain.nan_to_num(0, 0, 0).abs().max()
-            torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6 * scale, equal_nan=True)
+            scale = np.abs(np.nan_to_num(plain, posinf=0, neginf=0)).max()
+            np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6 * scale)
 
 
 @pytest.mark.gpu
