@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import weakref
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -12,9 +12,9 @@ import pytest
 import contract
 import fusedops
 from contract import same
-from fusedops._catalogue import Problem as Call
+from fusedops._catalogue import Problem
 from fusedops.testing import TOLERANCE, error
-from places import EXACT, HAS_TORCH, interpreted, needs_torch, needs_triton
+from places import HAS_TORCH, interpreted, needs_torch, needs_triton
 from processes import python
 
 if HAS_TORCH:
@@ -30,32 +30,8 @@ def spans_of(x, cu_seqlens):
     return [(0, slice(*edges)) for edges in itertools.pairwise(cu_seqlens.tolist())]
 
 
-class Problem(NamedTuple):
-    """The arguments of a convolution, and the cotangents of its outputs."""
-
-    x: Any
-    kernels: Any
-    initial_state: Any
-    bias: Any
-    cotangent: Any
-    final_cotangent: Any
-    cu_seqlens: Any
-    activation: str | None
-
-
 #: The op and its leaves.
 (CONVOLUTION,) = (example for example in contract.EXAMPLES if example.name == "conv-packed")
-
-
-class Results(NamedTuple):
-    """The outputs, and the gradients by the names of their arguments."""
-
-    out: Any
-    final_state: Any
-    x: Any
-    kernels: Any
-    initial_state: Any
-    bias: Any
 
 
 def problem(
@@ -73,20 +49,20 @@ def problem(
     dtype="float64",
 ):
     rng = np.random.default_rng(seed)
-    cu_seqlens, count = None, B
+    given, count = {"activation": activation, "output_final_state": True}, B
     if lengths is not None:
         B, T, count = 1, sum(lengths), len(lengths)
-        cu_seqlens = np.cumsum([0, *lengths])
-    shapes = (
-        (B, T, D),
-        (D, W) if static else (B, T, D, W),
-        (count, D, W) if state else None,
-        (D,) if bias else None,
-        (B, T, D),
-        (count, D, W),
-    )
-    arrays = [None if s is None else rng.normal(size=s).astype(dtype) for s in shapes]
-    return Problem(*arrays, cu_seqlens, activation)
+        given["cu_seqlens"] = np.cumsum([0, *lengths])
+    given |= {
+        "x": rng.normal(size=(B, T, D)),
+        "kernels": rng.normal(size=(D, W) if static else (B, T, D, W)),
+        "initial_state": rng.normal(size=(count, D, W)),
+        "bias": rng.normal(size=D),
+    }
+    cotangents = rng.normal(size=(B, T, D)), rng.normal(size=(count, D, W))
+    left_out = {"initial_state": state, "bias": bias}
+    p = Problem(CONVOLUTION, given, cotangents).astype(dtype)
+    return p.but(**{name: None for name, kept in left_out.items() if not kept})
 
 
 def tensor(array):
@@ -94,31 +70,12 @@ def tensor(array):
 
 
 def solve(place, p):
-    """Return the outputs and the gradients, as arrays."""
-    arguments = {**p._asdict(), "output_final_state": True}
-    cotangents = arguments.pop("cotangent"), arguments.pop("final_cotangent")
-    given = Call(CONVOLUTION, arguments, cotangents)
-    found = dict(
-        zip(("out", "final_state", *given.leaves), contract.solve(place, given), strict=True)
-    )
-    return Results(**dict.fromkeys(Results._fields) | found)
+    """Return the outputs, and the gradients by the names of their arguments."""
+    return dict(zip(("out", "final_state", *p.leaves), contract.solve(place, p), strict=True))
 
 
 #: The reference.
 FORMULA = "numpy", "numpy"
-
-# The sum of roundings of products of about 1 to 10, which may cancel.
-ROUNDING = {"float64": 1e-12, "float32": 4e-6}
-
-
-def close(got, want):
-    assert (got.shape, got.dtype) == (want.shape, want.dtype)
-    size = max(1, np.abs(want).max(initial=0))
-    assert np.abs(got - want).max(initial=0) <= ROUNDING[str(got.dtype)] * size
-
-
-def agree(place, got, want):
-    (same if place[1] in EXACT else close)(got, want)
 
 
 def convolution(
@@ -156,17 +113,16 @@ def test_silu_of_large_numbers(place, dtype):
     """Where exp overflows, or is lost beside 1, there is neither a NaN nor a warning."""
     largest = float(np.finfo(dtype).max)
     h = np.array([-largest, -1e4, -745, -100, -88, -30, -1e-30, 0, 1e-30, 30, 88, 745, largest])
-    p = problem(B=1, T=1, D=len(h), W=1, bias=False, state=False, dtype=dtype)
-    cotangents = {"cotangent": np.ones_like(p.x), "final_cotangent": 0 * p.final_cotangent}
-    got = solve(
-        place, p._replace(x=h.astype(dtype)[None, None], kernels=1 + 0 * p.kernels, **cotangents)
-    )
+    p = problem(B=1, T=1, D=len(h), W=1, bias=False, state=False, dtype=dtype).of_ones()
+    p = p.but(x=h.astype(dtype)[None, None], kernels=np.ones_like(p.arguments["kernels"]))
+    p.cotangents[1][:] = 0
+    got = solve(place, p)
     e = np.exp(-np.abs(h))
     sigmoid, rest = np.where(h < 0, e, 1) / (1 + e), np.where(h < 0, 1, e) / (1 + e)
     # Numbers near the smallest normal one may lose their digits.
     near = {"rtol": TOLERANCE[dtype], "atol": 1e4 * np.finfo(dtype).tiny}
-    np.testing.assert_allclose(got.out[0, 0], h * sigmoid, **near)
-    np.testing.assert_allclose(got.x[0, 0], sigmoid * (1 + h * rest), **near)
+    np.testing.assert_allclose(got["out"][0, 0], h * sigmoid, **near)
+    np.testing.assert_allclose(got["x"][0, 0], sigmoid * (1 + h * rest), **near)
 
 
 #: Sequences shorter than the taps, longer, and longer than a kernel's chunk of tokens.
@@ -185,11 +141,12 @@ PROBLEMS = [
 def test_a_bad_number_reaches_nothing_but_what_depends_on_it(quick, options, name):
     """Later tokens forward and earlier ones backward; no tap reads the oldest input of a state."""
     p = problem(**options)
-    array, rng = getattr(p, name), np.random.default_rng(0)
+    array = p.cotangents[0] if name == "cotangent" else p.arguments[name]
+    rng = np.random.default_rng(0)
     if array is None:
         pytest.skip("there is no such array")
     # A factor of zero would hide what a number reaches.
-    shown = p if p.initial_state is not None else p._replace(initial_state=p.final_cotangent)
+    shown = p if "initial_state" in p.leaves else p.but(initial_state=p.cotangents[1])
     for _ in range(3):
         index = *(rng.integers(size) for size in array.shape[:-1]), 0
         results = []
@@ -197,11 +154,14 @@ def test_a_bad_number_reaches_nothing_but_what_depends_on_it(quick, options, nam
             for number in numbers:
                 other = array.copy()
                 other[index] += number
-                results.append(solve(place, q._replace(**{name: other})))
-        for want, got, one, two in zip(*results, strict=True):
-            if want is not None:
-                same(got[one == two], want[one == two])
-                assert name != "x" or np.isnan(got[one != two]).all()
+                changed = q.but(**{name: other})
+                if name == "cotangent":
+                    changed = dataclasses.replace(q, cotangents=(other, q.cotangents[1]))
+                results.append(solve(place, changed))
+        for of, want in results[0].items():
+            got, one, two = (found[of] for found in results[1:])
+            same(got[one == two], want[one == two])
+            assert name != "x" or np.isnan(got[one != two]).all()
 
 
 def step(place, x, state, kernels, **options):
@@ -238,7 +198,8 @@ def test_a_step_of_paged_states(place, count, length, circular):
     turned = None if positions is None else positions % length
     want = step(FORMULA, x, after, kernels, **options, positions=turned)
     kept = tensor(state) if place[0] == "torch" else state
-    close(step(place, x, kept, kernels, **options, positions=positions), want)
+    got = step(place, x, kept, kernels, **options, positions=positions)
+    contract.close(problem(), got, want)
     same(state, after)
 
 
@@ -283,18 +244,19 @@ def test_the_activation_of_a_sum_beyond_the_largest_float_has_its_limit(place):
 
 def test_a_state_may_be_wider_than_the_tokens(place):
     """A float64 state takes float32 tokens, and wider kernels don't change a state's dtype."""
-    p = problem(T=3)
-    narrow = p.x.astype("f4"), p.kernels.astype("f4")
-    for state_dtype, kernels in (("f8", narrow[1]), ("f4", p.kernels)):
-        state = p.initial_state.astype(state_dtype)
+    p, narrow = problem(T=3), problem(T=3, dtype="float32")
+    x = narrow.arguments["x"]
+    for wide, kernels in ((p, narrow.arguments["kernels"]), (narrow, p.arguments["kernels"])):
+        state = wide.arguments["initial_state"].copy()
         kept = tensor(state) if place[0] == "torch" else state
-        want = p._replace(x=narrow[0], kernels=kernels, initial_state=state.copy())
-        want = solve(place, want._replace(final_cotangent=p.final_cotangent.astype(state_dtype)))
+        given = p.but(x=x, kernels=kernels, initial_state=state.copy())
+        cotangents = narrow.cotangents[0], wide.cotangents[1]
+        want = solve(place, dataclasses.replace(given, cotangents=cotangents))
         for t in range(3):
-            options = {"bias": p.bias, "activation": "silu"}
-            out = step(place, narrow[0][:, t], kept, kernels[:, t], **options)
-            agree(place, out, want.out[:, t])
-        same(state, want.final_state)
+            options = {"bias": p.arguments["bias"], "activation": "silu"}
+            out = step(place, x[:, t], kept, kernels[:, t], **options)
+            contract.agree(p, place[1], out, want["out"][:, t])
+        same(state, want["final_state"])
 
 
 @needs_triton
@@ -302,14 +264,14 @@ def test_a_state_may_be_wider_than_the_tokens(place):
 def test_boundaries_that_the_host_never_reads(lengths):
     """The list of chunks has as many as there can be; the others do nothing in Triton's kernels."""
     p = problem(D=2, lengths=lengths)
-    starts = torch.tensor(p.cu_seqlens)
+    starts = torch.tensor(p.arguments["cu_seqlens"])
     unread = fusedops.Sequences.on_device(starts, num_tokens=int(starts[-1]))
     read = fusedops.Sequences(starts)
     assert (unread.num_sequences, unread.num_tokens) == (read.num_sequences, read.num_tokens)
     same(unread.cu_seqlens, read.cu_seqlens)
     same(unread.chunks[: len(read.chunks)], read.chunks)
     assert (unread.chunks[len(read.chunks) :, 1] == read.num_tokens).all()
-    results = (solve(("torch", "triton"), p._replace(cu_seqlens=cu)) for cu in (unread, read))
+    results = (contract.solve(("torch", "triton"), p.but(cu_seqlens=cu)) for cu in (unread, read))
     for got, want in zip(*results, strict=True):
         same(got, want)
 
@@ -336,11 +298,11 @@ def channels_first(array):
 def test_channels_may_come_before_tokens(place, T, D, W, lengths, dtype):
     """Tokens and cotangents (B, D, T) are read where they lie, and give the same bits."""
     p = problem(T=T, D=D, W=W, lengths=lengths, dtype=dtype)
-    want = solve(place, p)
-    turned = p._replace(x=channels_first(p.x), cotangent=channels_first(p.cotangent))
-    for q in (turned, turned._replace(x=p.x), turned._replace(cotangent=p.cotangent)):
-        for got, value in zip(solve(place, q), want, strict=True):
-            agree(place, got, value)
+    want = contract.solve(place, p)
+    turned = p.but(x=channels_first(p.arguments["x"]))
+    cotangents = channels_first(p.cotangents[0]), p.cotangents[1]
+    for q in (turned, *(dataclasses.replace(q, cotangents=cotangents) for q in (p, turned))):
+        contract.all_agree(p, place[1], contract.solve(place, q), want)
 
 
 @needs_torch
@@ -367,13 +329,12 @@ DTYPES = [
 def test_the_result_has_the_dtype_of_x(quick, dtypes):
     """Sums are of float32 or better for every dtype of the result."""
     p = problem()
-    mixed = [a.astype(dtype) for a, dtype in zip(p[:4], dtypes, strict=True)]
-    final = np.promote_types(dtypes[0], dtypes[2])
-    cotangents = p.cotangent.astype(dtypes[0]), p.final_cotangent.astype(final)
-    got = solve(quick, Problem(*mixed, *cotangents, None, "silu"))
-    wide = [array.astype("f8") for array in (*mixed, *cotangents)]
-    want = solve(quick, Problem(*wide, None, "silu"))
-    for value, reference, dtype in zip(got, want, (dtypes[0], final, *dtypes), strict=True):
+    kinds = dtypes[0], np.promote_types(dtypes[0], dtypes[2])
+    p = p.but(**{n: p.arguments[n].astype(d) for n, d in zip(p.leaves, dtypes, strict=True)})
+    cotangents = tuple(c.astype(kind) for c, kind in zip(p.cotangents, kinds, strict=True))
+    p = dataclasses.replace(p, cotangents=cotangents)
+    got, want = (contract.solve(quick, q) for q in (p, p.astype("float64")))
+    for value, reference, dtype in zip(got, want, (*kinds, *dtypes), strict=True):
         assert value.dtype == dtype
         assert error(value, reference) <= TOLERANCE["float32"]
 
@@ -431,10 +392,6 @@ def test_shapes_and_boundaries_that_do_not_fit_are_named(name):
 
 BAD_STEP = {
     "state has 4 inputs of a sequence; it should have at least 5": {"kernels": np.ones((3, 6))},
-    "slots has dtype float64; it should be int": {"slots": np.ones(2)},
-    "slots has shape .1,.; it should": {"slots": np.array([0])},
-    "slots has 2; it should be below 2": {"slots": np.array([0, 2])},
-    "slots has 1 twice; every sequence": {"slots": np.array([1, 1])},
     "positions has dtype float64; it should": {"positions": np.ones(2)},
     "positions has -2; it should be at least 0": {"positions": np.array([3, -2])},
     "positions is given; state should then have inputs": {
@@ -480,8 +437,10 @@ def test_sequences_are_a_copy_of_any_kind_of_cu_seqlens(kind):
     sequences = fusedops.Sequences(starts)
     assert (sequences.num_sequences, sequences.num_tokens, sequences.device) == (3, 10, "cpu")
     p = problem(lengths=[3, 0, 7])
-    x, kernels = p[:2] if isinstance(starts, (list, tuple, np.ndarray)) else map(tensor, p[:2])
-    want = np.asarray(fusedops.dynamic_conv(x, kernels, cu_seqlens=p.cu_seqlens))
+    x, kernels, boundaries = (p.arguments[name] for name in ("x", "kernels", "cu_seqlens"))
+    if HAS_TORCH and isinstance(starts, torch.Tensor):
+        x, kernels = tensor(x), tensor(kernels)
+    want = np.asarray(fusedops.dynamic_conv(x, kernels, cu_seqlens=boundaries))
     same(np.asarray(fusedops.dynamic_conv(x, kernels, cu_seqlens=starts)), want)
     if not isinstance(starts, (list, tuple)):
         starts[1:3] = 8
@@ -494,10 +453,10 @@ def test_sequences_are_a_copy_of_any_kind_of_cu_seqlens(kind):
 def test_an_infinite_static_tap_reaches_no_token_that_it_does_not_serve(place, W):
     """The first tap's gradient ends where the last token's first input does."""
     p = problem(B=1, T=9, D=2, W=W, static=True, state=False, bias=False, activation=None)
-    p.kernels[1, 0] = np.inf
-    got = solve(place, p)
-    assert np.isfinite(got.x[:, 10 - W :]).all()
-    assert np.isfinite(got.x[..., 0]).all()
+    p.arguments["kernels"][1, 0] = np.inf
+    dx = solve(place, p)["x"]
+    assert np.isfinite(dx[:, 10 - W :]).all()
+    assert np.isfinite(dx[..., 0]).all()
 
 
 @needs_torch
@@ -518,7 +477,7 @@ def test_inside_a_transform_nothing_is_written_without_a_word():
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_second_derivatives_of_sixteen_bits_round_once(activation):
     p = problem(B=1, T=20, D=3, W=4, activation=activation)
-    half = [tensor(a).bfloat16().requires_grad_() for a in (p.x, p.kernels)]
+    half = [tensor(p.arguments[n]).bfloat16().requires_grad_() for n in ("x", "kernels")]
     full = [a.detach().double().requires_grad_() for a in half]
     generator = torch.Generator().manual_seed(0)
     vectors = [torch.randn(a.shape, generator=generator).bfloat16() for a in half]

@@ -95,6 +95,21 @@ def test_one_that_cannot_be_updated_is_named(example):
         same(array, before)
 
 
+@every_update
+def test_slots_of_no_state_or_of_one_twice_are_named(example):
+    p = example.problem()
+    name, state = named(p)
+    count, own = len(state), p.arguments["slots"]
+    for slots, message in (
+        ([*own[1:], count], f"has {count}; it should be below {count}"),
+        ([*own[1:], own[1]], f"has {own[1]} twice; every sequence should have a state of its own"),
+        (own + 0.0, "has dtype float64; it should be int"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^{p.op.__name__}: slots {message}"):
+            p.op(**p.but(slots=np.array(slots)).arguments)
+        same(p.arguments[name], state)
+
+
 @needs_torch
 @every_update
 def test_a_tensor_that_cannot_be_updated_is_named(example):
