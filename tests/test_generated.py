@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fusedops
-from contract import compare
+from contract import EXAMPLES, compare, solve
 from cpukern.generated import blocks as on_cpu
 from fusedops.testing import error
 from places import HAS_TORCH, available, interpreted, needs_torch, needs_triton
@@ -22,34 +22,20 @@ pytestmark = interpreted
 PACKED = [0, 0, 1, 3, 3, 40, 70]
 
 
-def sample(T=70, D=5, W=4, H=3, sequences=2, cu_seqlens=None):
-    rng = np.random.default_rng(T)
-    B = sequences if cu_seqlens is None else 1
-    count = B if cu_seqlens is None else len(cu_seqlens) - 1
-    return {
-        "x": rng.normal(size=(B, T, D)),
-        "hidden": rng.normal(size=(B, T, H)),
-        "weight": rng.normal(size=(D * W, H)),
-        "bias": rng.normal(size=D * W),
-        "initial_state": rng.normal(size=(count, D, W)),
-        "conv_bias": rng.normal(size=D),
-    }
+#: Convolutions of dense sequences, and of packed ones.
+GENERATED = [example for example in EXAMPLES if example.op is fusedops.dynamic_conv_generated]
 
 
-def run(place, arrays, cu_seqlens=None, **options):
-    """Return outputs and gradients for cotangents cos(output)."""
-    framework, backend = place
-    options |= {"output_final_state": True, "backend": backend}
-    if framework == "numpy":
-        sequences = {} if cu_seqlens is None else {"cu_seqlens": np.array(cu_seqlens)}
-        outs, pullback = fusedops.dynamic_conv_generated.vjp(**arrays, **sequences, **options)
-        return [*outs, *pullback(*map(np.cos, outs))]
-    sequences = {} if cu_seqlens is None else {"cu_seqlens": torch.tensor(cu_seqlens)}
-    leaves = {name: torch.tensor(a, requires_grad=True) for name, a in arrays.items()}
-    outs = fusedops.dynamic_conv_generated(**leaves, **sequences, **options)
-    cotangents = [out.detach().cos() for out in outs]
-    found = [*outs, *torch.autograd.grad(outs, list(leaves.values()), cotangents)]
-    return [each.detach().numpy() for each in found]
+def problem(T=70, D=5, W=4, H=3, sequences=2, cu_seqlens=None):
+    dense, packed = GENERATED
+    if cu_seqlens is None:
+        return dense.of((sequences, T, D, W, H))
+    return packed.of((len(cu_seqlens) - 1, T, D, W, H)).but(cu_seqlens=np.array(cu_seqlens))
+
+
+def sample(*sizes, **options):
+    p = problem(*sizes, **options)
+    return {name: p.arguments[name] for name in p.leaves}
 
 
 def with_stored_kernels(x, hidden, weight, bias=0.0, conv_bias=None, **options):
@@ -67,12 +53,11 @@ def test_the_formula():
 @pytest.mark.parametrize("W", [1, 3, 19])
 def test_blocks_of_tokens_change_nothing_but_roundings(exact, W, cu_seqlens, monkeypatch):
     """A kernel may be wider than a block, whose state then comes from several blocks before."""
-    given = sample(70, 3, W, 4, cu_seqlens=cu_seqlens)
-    options = {"cu_seqlens": cu_seqlens, "activation": "silu"}
-    whole = run(("numpy", "numpy"), given, **options)
+    p = problem(70, 3, W, 4, cu_seqlens=cu_seqlens)
+    whole = solve(("numpy", "numpy"), p)
     monkeypatch.setattr(on_cpu, "_FEW", 6)
     monkeypatch.setattr(on_cpu, "_CACHED", 6)
-    for got, want in zip(run(("numpy", exact), given, **options), whole, strict=True):
+    for got, want in zip(solve(("numpy", exact), p), whole, strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-12 * abs(want).max())
 
 
