@@ -1,6 +1,6 @@
 """Functions of replicated tensors, made of functions of shards: for gradcheck on all ranks.
 
-And how much ranks send each other.
+And derivatives beside one device's, and how much ranks send each other.
 """
 
 from __future__ import annotations
@@ -57,6 +57,36 @@ def whole(x, axis, sizes):
     at = 2 * (x.ndim - 1 - axis)
     pad[at : at + 2] = low, sum(sizes) - high
     return Leave.apply(torch.nn.functional.pad(x, pad))
+
+
+def compare_derivatives(value, want, arrays, parts):
+    """Compare derivatives of a number that ranks share with those of one device's.
+
+    `parts` has for each array a function that returns this rank's part of its gradient, or None
+    where all ranks have the array.
+    """
+    others = [torch.randn_like(a) for a in arrays]
+
+    def compare(found, wanted, rtol):
+        for part, *pair in zip(parts, found, wanted, strict=True):
+            torch.testing.assert_close(*(map(part, pair) if part else pair), rtol=rtol, atol=1e-11)
+
+    def second(gradients, weights):
+        loss = sum((g * v).sum() for g, v in zip(gradients, weights, strict=True))
+        return torch.autograd.grad(loss, arrays, materialize_grads=True)
+
+    options = {"create_graph": True, "materialize_grads": True}
+    gradients = torch.autograd.grad(want, arrays, **options)
+    # Two ways: one pulls back by kernels and overlaps exchanges and products, the other can be
+    # differentiated again.
+    for options["create_graph"] in (False, True):
+        found = torch.autograd.grad(value, arrays, retain_graph=True, **options)
+        compare(found, gradients, 1e-10)
+    # Of gradients that all ranks have alike, one rank's count. A rank's gradient of a token or pair
+    # is its own outside of its shard too: zero.
+    first = dist.get_rank() == 0
+    weights = [v * (part is not None or first) for v, part in zip(others, parts, strict=True)]
+    compare(second(found, weights), second(gradients, others), 1e-9)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import pytest
 
@@ -15,7 +16,7 @@ if not (dist.is_available() and dist.is_gloo_available()):
 import fusedops  # noqa: E402
 from fusedops.distributed import dynamic_conv, sequences, share  # noqa: E402
 from fusedops.nn import DynamicShortConvolution  # noqa: E402
-from replicated import counting, shard  # noqa: E402
+from replicated import compare_derivatives, counting, shard  # noqa: E402
 from worlds import device, on_ranks  # noqa: E402
 
 T, D, W = 12, 3, 4
@@ -48,32 +49,6 @@ def given_sizes(sizes):
     return {} if SIZES[sizes] is None else {"sizes": spread(sizes)}
 
 
-def compare_derivatives(value, want, arrays, by_token, own):
-    """Compare derivatives of a number that ranks share with those of one device's."""
-    others = [torch.randn_like(a) for a in arrays]
-
-    def compare(found, wanted):
-        for tokens, a, b in zip(by_token, found, wanted, strict=True):
-            a, b = (shard(a, 1, own), shard(b, 1, own)) if tokens else (a, b)
-            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
-
-    def second(gradients, weights):
-        loss = sum((g * v).sum() for g, v in zip(gradients, weights, strict=True))
-        return torch.autograd.grad(loss, arrays, materialize_grads=True)
-
-    gradients = torch.autograd.grad(want, arrays, create_graph=True)
-    # Two ways: one pulls back by kernels, the other can be differentiated again.
-    for again in (False, True):
-        options = {"retain_graph": True, "create_graph": again, "materialize_grads": True}
-        found = torch.autograd.grad(value, arrays, **options)
-        compare(found, gradients)
-    # Of gradients that all ranks have alike, one rank's count. A rank's gradient of a token is its
-    # own outside of its shard too: zero.
-    first = dist.get_rank() == 0
-    weights = [v * (tokens or first) for v, tokens in zip(others, by_token, strict=True)]
-    compare(second(found, weights), second(gradients, others))
-
-
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("packed", PACKED)
 @pytest.mark.parametrize("sizes", SIZES)
@@ -100,7 +75,8 @@ def test_value_and_all_derivatives_are_one_devices(sizes, packed, static):
     )
     torch.testing.assert_close(got, shard(want, 1, own), rtol=1e-13, atol=1e-13)
     values = (got * shard(cotangent, 1, own)).sum(), (want * cotangent).sum()
-    compare_derivatives(*values, arrays, (True, not static, False), own)
+    tokens = functools.partial(shard, axis=1, sizes=own)
+    compare_derivatives(*values, arrays, (tokens, None if static else tokens, None))
 
 
 @pytest.mark.parametrize("sizes", ["alike", "empty"])
@@ -120,7 +96,8 @@ def test_kernels_may_be_made_of_x(sizes):
     more = {"group": dist.group.WORLD, **given_sizes(sizes)}
     here, shared = shard(x, 1, own), share(taps, group=dist.group.WORLD)
     value = loss(here, shared, shard(cotangent, 1, own), dynamic_conv, **more)
-    compare_derivatives(value, want, (x, taps), (True, False), own)
+    tokens = functools.partial(shard, axis=1, sizes=own)
+    compare_derivatives(value, want, (x, taps), (tokens, None))
 
 
 @pytest.mark.parametrize("width", [1, W])

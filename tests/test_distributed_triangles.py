@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from unittest import mock
 
 import pytest
@@ -19,7 +20,7 @@ from fusedops.distributed import share, triangles  # noqa: E402
 from fusedops.distributed import triangle_multiplicative_update as update  # noqa: E402
 from fusedops.trimul.op import Weights  # noqa: E402
 from places import HAS_TRITON  # noqa: E402
-from replicated import counting  # noqa: E402
+from replicated import compare_derivatives, counting  # noqa: E402
 from worlds import device, on_gpus, on_ranks  # noqa: E402
 
 NAMES = Weights._fields
@@ -116,9 +117,9 @@ def made(case):
 def test_value_and_all_derivatives_are_one_devices(case):
     x, mask, weights, alike, given, axes = made(case)
     arrays = [a.requires_grad_() for a in (x, mask, *weights.values())]
-    cotangent, others = torch.randn_like(x), [torch.randn_like(a) for a in arrays]
+    cotangent = torch.randn_like(x)
 
-    def derivatives(x, mask, weights, cotangent, op, **more):
+    def called(x, mask, weights, cotangent, op, **more):
         """Return the output, and this call's own loss, from which derivatives follow."""
         if "dependent" in CASES[case]:
             p = weights["p_in_weight"]
@@ -127,34 +128,14 @@ def test_value_and_all_derivatives_are_one_devices(case):
         out = op(x, mask=mask, **weights, **alike, **more)
         return out, (out * cotangent).sum()
 
-    # One device.
-    want, loss = derivatives(x, mask, weights, cotangent, on_one)
-    options = {"create_graph": True, "materialize_grads": True}
-    gradients = torch.autograd.grad(loss, arrays, **options)
-    second = sum((g * v).sum() for g, v in zip(gradients, others, strict=True))
-    want_second = torch.autograd.grad(second, arrays, materialize_grads=True)
-
+    want, on_one_device = called(x, mask, weights, cotangent, on_one)
     # Every rank its shard; weights by `share`, pairs by slices of leaves of its own.
     shared = share(*weights.values(), group=dist.group.WORLD)
     here = dict(zip(weights, shared, strict=True))
-    got, loss = derivatives(
-        own(x, axes), own(mask, axes, 1), here, own(cotangent, axes), update, **given
-    )
-    torch.testing.assert_close(got, own(want, axes), rtol=1e-12, atol=1e-12)
-    # Two ways: one overlaps exchanges and products, the other can be differentiated again.
-    for again in (False, True):
-        options["create_graph"] = again
-        found = torch.autograd.grad(loss, arrays, retain_graph=True, **options)
-        # Gradients of pairs are zero outside of the shard; gradients of weights are whole.
-        pair = shards(found, axes), shards(gradients, axes)
-        torch.testing.assert_close(*pair, rtol=1e-10, atol=1e-12)
-    # The loss is the sum of all ranks' losses, so the weights' part counts on one rank alone.
-    second = sum((g * v).sum() for g, v in zip(found[:2], others[:2], strict=True))
-    once = sum((g * v).sum() for g, v in zip(found[2:], others[2:], strict=True))
-    second = second + once * (dist.get_rank() == 0)
-    found = torch.autograd.grad(second, arrays, materialize_grads=True)
-    pair = shards(found, axes), shards(want_second, axes)
-    torch.testing.assert_close(*pair, rtol=1e-9, atol=1e-11)
+    pairs, of_mask = functools.partial(own, axes=axes), functools.partial(own, axes=axes, shift=1)
+    got, loss = called(pairs(x), of_mask(mask), here, pairs(cotangent), update, **given)
+    torch.testing.assert_close(got, pairs(want), rtol=1e-12, atol=1e-12)
+    compare_derivatives(loss, on_one_device, arrays, [pairs, of_mask, *[None] * len(weights)])
 
 
 #: Channels travel one or two at a time.
