@@ -30,8 +30,11 @@ def spans_of(x, cu_seqlens):
     return [(0, slice(*edges)) for edges in itertools.pairwise(cu_seqlens.tolist())]
 
 
-#: The op and its leaves.
-(CONVOLUTION,) = (example for example in contract.EXAMPLES if example.name == "conv-packed")
+#: The ops and their leaves.
+CONVOLUTION, GENERATED = (
+    next(example for example in contract.EXAMPLES if example.name == name)
+    for name in ("conv-packed", "generated")
+)
 
 
 def problem(
@@ -164,12 +167,12 @@ def test_a_bad_number_reaches_nothing_but_what_depends_on_it(quick, options, nam
             assert name != "x" or np.isnan(got[one != two]).all()
 
 
-def step(place, x, state, kernels, **options):
-    """Return the step's result for arrays, as an array; the state is the framework's."""
+def step(place, *arrays, **options):
+    """Return the step's result for x, a state and kernels, as an array; it updates the state."""
     if place[0] == "torch":
-        x, kernels = tensor(x), tensor(kernels)
+        arrays = map(tensor, arrays)
         options = {n: tensor(v) if isinstance(v, np.ndarray) else v for n, v in options.items()}
-    return np.asarray(fusedops.dynamic_conv_step(x, state, kernels, backend=place[1], **options))
+    return np.asarray(fusedops.dynamic_conv_step(*arrays, backend=place[1], **options))
 
 
 def test_a_state_of_one_row_may_have_any_stride(backend):
@@ -197,8 +200,7 @@ def test_a_step_of_paged_states(place, count, length, circular):
     after = state.copy()
     turned = None if positions is None else positions % length
     want = step(FORMULA, x, after, kernels, **options, positions=turned)
-    kept = tensor(state) if place[0] == "torch" else state
-    got = step(place, x, kept, kernels, **options, positions=positions)
+    got = step(place, x, state, kernels, **options, positions=positions)
     contract.close(problem(), got, want)
     same(state, after)
 
@@ -210,36 +212,24 @@ def test_the_activation_of_a_sum_beyond_the_largest_float_has_its_limit(place):
     kernels = np.broadcast_to(np.array([[-1.0, -2.0], [1.0, 2.0]], "f4"), (1, 3, 2, 2)).copy()
     state, weight = np.zeros((1, 2, 2), "f4"), kernels.reshape(3, 4)[:1].T.copy()
     hidden, dout = np.ones((1, 3, 1), "f4"), np.full((1, 3, 2), 1e-3, "f4")
-    for op, arguments in (
-        (fusedops.dynamic_conv, (x, kernels)),
-        (fusedops.dynamic_conv, (x, kernels[0, 0].copy())),
-        (fusedops.dynamic_conv_generated, (x, hidden, weight)),
+    for example, arguments in (
+        (CONVOLUTION, {"x": x, "kernels": kernels}),
+        (CONVOLUTION, {"x": x, "kernels": kernels[0, 0].copy()}),
+        (GENERATED, {"x": x, "hidden": hidden, "weight": weight}),
     ):
-        found = []
-        for backend, dtype in ((place, "f4"), (FORMULA, "f8")):
-            given = [array.astype(dtype) for array in arguments]
-            options = {"activation": "silu", "backend": backend[1]}
-            if backend[0] == "numpy":
-                out, pullback = op.vjp(*given, **options)
-                found.append([out, *pullback(dout.astype(dtype))])
-                continue
-            leaves = [tensor(array).requires_grad_() for array in given]
-            out = op(*leaves, **options)
-            got = torch.autograd.grad(out, leaves, tensor(dout), create_graph=True)
-            found.append([array.detach().numpy() for array in (out, *got)])
-            bent = torch.autograd.grad(sum(1e-3 * one.sum() for one in got), leaves)
+        p = Problem(example, arguments | {"activation": "silu"}, (dout,))
+        want = contract.solve(FORMULA, p.astype("float64"))
+        assert all(np.isfinite(each).all() for each in want)
+        for got, each in zip(contract.solve(place, p), want, strict=True):
+            np.testing.assert_allclose(got, each, rtol=1e-5)
+        if place[0] == "torch":
+            leaves = contract.leaves_of(p)
+            out = contract.function_of(p, place[1])(*leaves)
+            first = torch.autograd.grad(out, leaves, tensor(dout), create_graph=True)
+            bent = torch.autograd.grad(sum(1e-3 * one.sum() for one in first), leaves)
             assert all(one.isfinite().all() for one in bent)
-        for got, want in zip(*found, strict=True):
-            assert np.isfinite(want).all()
-            np.testing.assert_allclose(got, want, rtol=1e-5)
-    got = step(
-        place,
-        x[:, 0],
-        tensor(state) if place[0] == "torch" else state,
-        kernels[:, 0],
-        activation="silu",
-    )
-    assert np.asarray(got).ravel().tolist()[0] == 0
+    got = step(place, x[:, 0], state, kernels[:, 0], activation="silu")
+    assert got.ravel()[0] == 0
 
 
 def test_a_state_may_be_wider_than_the_tokens(place):
@@ -248,13 +238,12 @@ def test_a_state_may_be_wider_than_the_tokens(place):
     x = narrow.arguments["x"]
     for wide, kernels in ((p, narrow.arguments["kernels"]), (narrow, p.arguments["kernels"])):
         state = wide.arguments["initial_state"].copy()
-        kept = tensor(state) if place[0] == "torch" else state
         given = p.but(x=x, kernels=kernels, initial_state=state.copy())
         cotangents = narrow.cotangents[0], wide.cotangents[1]
         want = solve(place, dataclasses.replace(given, cotangents=cotangents))
         for t in range(3):
             options = {"bias": p.arguments["bias"], "activation": "silu"}
-            out = step(place, x[:, t], kept, kernels[:, t], **options)
+            out = step(place, x[:, t], state, kernels[:, t], **options)
             contract.agree(p, place[1], out, want["out"][:, t])
         same(state, want["final_state"])
 
