@@ -1018,8 +1018,7 @@ def test_a_step_has_its_json_its_tables_and_its_picture(tmp_path, monkeypatch, c
         assert row["ms"] > 0
         assert set(row["error"]) == {"value", "gradient"}
         assert (row.get("share") is None) == (row["pass"] in (FORWARD, BOTH))
-    told = f"<!-- measured: {name} cpu -->\n<!-- end of measured -->\n"
-    written = tables.tables(told, tmp_path)
+    written = tables.tables(TOLD.format(name, "cpu"), tmp_path)
     names = [line.split("|")[2].strip() for line in written.splitlines() if line.startswith("| ")]
     assert names == ["part", FORWARD, BOTH, *names[3:]]
     if name == "pair":

@@ -23,13 +23,6 @@ if HAS_TORCH:
 pytestmark = interpreted
 
 
-def spans_of(x, cu_seqlens):
-    """Return the row and the tokens of every sequence."""
-    if cu_seqlens is None:
-        return [(b, slice(0, x.shape[1])) for b in range(len(x))]
-    return [(0, slice(*edges)) for edges in itertools.pairwise(cu_seqlens.tolist())]
-
-
 #: The ops and their leaves.
 CONVOLUTION, GENERATED = (
     next(example for example in contract.EXAMPLES if example.name == name)
@@ -94,7 +87,11 @@ def convolution(
 ):
     """Return the convolution, one token after the other, and the last W inputs."""
     W, h, finals = kernels.shape[-1], np.empty(x.shape), []
-    for s, (b, tokens) in enumerate(spans_of(x, getattr(cu_seqlens, "cu_seqlens", cu_seqlens))):
+    spans = [(b, slice(0, x.shape[1])) for b in range(len(x))]
+    if cu_seqlens is not None:
+        starts = getattr(cu_seqlens, "cu_seqlens", cu_seqlens).tolist()
+        spans = [(0, slice(*edges)) for edges in itertools.pairwise(starts)]
+    for s, (b, tokens) in enumerate(spans):
         past = np.zeros((W, x.shape[2])) if initial_state is None else initial_state[s].T
         inputs = np.concatenate([past, x[b, tokens]])
         for t in range(tokens.start, tokens.stop):

@@ -236,8 +236,8 @@ def test_a_module_takes_a_dtensor():
     torch.testing.assert_close(got.full_tensor(), module(x))
 
 
-def bad_dtensors():
-    """Return calls with DTensors that should raise, and the error."""
+@on_ranks
+def test_misplaced_dtensors_are_refused():
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
     x, mask, weights = problem(N=4)
@@ -248,25 +248,20 @@ def bad_dtensors():
     other = distribute_tensor(mask, mesh, [Shard(2)])
     split = {"p_in_weight": distribute_tensor(weights["p_in_weight"], mesh, [Shard(0)])}
     whole = {"p_in_weight": distribute_tensor(weights["p_in_weight"], mesh, [Replicate()])}
-    return {
-        "channels": (lambda: on_one(last, **weights), "x has placements"),
-        "turned": (
+    for call, message in (
+        (lambda: on_one(last, **weights), "x has placements"),
+        (
             lambda: on_one(distribute_tensor(x, turned, [Shard(1)]), **weights),
             "mesh of x has the ranks",
         ),
-        "partial": (lambda: on_one(part, **weights), "x has placements"),
-        "mask": (lambda: on_one(rows, "outgoing", mask, **weights), "mask is no DTensor"),
-        "mask-placement": (lambda: on_one(rows, mask=other, **weights), "mask has placements"),
-        "weight": (lambda: on_one(rows, **(weights | split)), "p_in_weight has placements"),
-        "x": (lambda: on_one(x, **(weights | whole)), r"p_in_weight.to_local\(\)"),
-        "out": (lambda: on_one(copies, **weights, out=x), "to_local"),
-        "unknown": (lambda: on_one(rows, a=1, **weights), "unexpected keyword"),
-    }
-
-
-@on_ranks
-def test_misplaced_dtensors_are_refused():
-    for call, message in bad_dtensors().values():
+        (lambda: on_one(part, **weights), "x has placements"),
+        (lambda: on_one(rows, "outgoing", mask, **weights), "mask is no DTensor"),
+        (lambda: on_one(rows, mask=other, **weights), "mask has placements"),
+        (lambda: on_one(rows, **(weights | split)), "p_in_weight has placements"),
+        (lambda: on_one(x, **(weights | whole)), r"p_in_weight.to_local\(\)"),
+        (lambda: on_one(copies, **weights, out=x), "to_local"),
+        (lambda: on_one(rows, a=1, **weights), "unexpected keyword"),
+    ):
         with pytest.raises((TypeError, ValueError), match=message):
             call()
 
@@ -373,12 +368,17 @@ def test_kernels_of_stages_serve():
     torch.testing.assert_close(shards(found, axes), shards(wanted, axes), rtol=1e-3, atol=1e-3)
 
 
-def bad_calls():
-    """Return arguments that should raise on every rank alike, and the error."""
+def turned_mesh(shape):
+    """Return a mesh whose ranks are in the opposite order."""
+    return dist.DeviceMesh(device().type, torch.arange(dist.get_world_size()).flip(0).view(shape))
+
+
+@on_ranks
+def test_errors_come_before_anything_is_sent():
     P = dist.get_world_size()
-    x, mask, _ = problem(N=P)
+    x, mask, weights = problem(N=P)
     own_x, world = x[:, :1], {"group": dist.group.WORLD}
-    return [
+    for arguments, message in (
         (dict(x=own_x, **world, sharded=3), "sharded is 3; it should be 1, 2"),
         (dict(x=own_x, **world, sharded=(1, 2)), "DeviceMesh of two dimensions"),
         (dict(x=x, **world), f"x has {P} rows; rank . should have 1 of {P}"),
@@ -391,18 +391,7 @@ def bad_calls():
         (dict(x=own_x.int(), **world), "x has dtype torch.int32|x has dtype int32"),
         (dict(x=own_x[0, 0], **world), "x has shape"),
         (dict(x=own_x, group=turned_mesh((P, 1)), sharded=(1, 2)), "mesh of group has the ranks"),
-    ]
-
-
-def turned_mesh(shape):
-    """Return a mesh whose ranks are in the opposite order."""
-    return dist.DeviceMesh(device().type, torch.arange(dist.get_world_size()).flip(0).view(shape))
-
-
-@on_ranks
-def test_errors_come_before_anything_is_sent():
-    weights = problem(N=dist.get_world_size())[2]
-    for arguments, message in bad_calls():
+    ):
         with pytest.raises((TypeError, ValueError), match=message):
             update(**arguments, **weights)
     x = torch.ones(1, dist.get_world_size(), 3, device=device(), dtype=torch.float64)
