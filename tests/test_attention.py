@@ -213,56 +213,41 @@ def test_products_of_halves_agree_with_the_reference(case, halved):
     check(case, "torch", "triton", "float32", alone=False)
 
 
-def rest(arrays, dout):
-    """Leave numbers as they are."""
-
-
-def large_logits(arrays, dout):
-    arrays["q"] *= 12
-
-
-def values_apart_from_zero(arrays, dout):
-    arrays["v"] += 5
-
-
-def small(arrays, dout):
-    for name, factor in (("q", 1e-6), ("k", 1e-3), ("v", 1e-10)):
-        arrays[name] *= factor
-    dout *= 1e-9
-
-
-def zeros(arrays, dout):
-    arrays["q"][:, 0], arrays["k"][:, 1], arrays["v"][:, :, ::5], dout[:, :, ::3] = 0, 0, 0, 0
-
-
-def cotangents_of_three_decades(arrays, dout):
-    dout *= 10 ** np.random.default_rng(2).uniform(-3, 0, (*dout.shape[:-1], 1))
-
-
-def queries_of_one_key(arrays, dout):
-    arrays["bias"][:, :, :20, 1:] -= 60
-    dout[:, :, :20] *= 100
+#: Parts of arrays, with a factor and a summand.
+CHANGES = {
+    "none": [],
+    "queries of one key": [
+        ("bias", np.s_[:, :, :20, 1:], 1, -60),
+        ("dout", np.s_[:, :, :20], 100, 0),
+    ],
+    "large logits": [("q", ..., 12, 0)],
+    "values apart from zero": [("v", ..., 1, 5)],
+    "small": [
+        ("q", ..., 1e-6, 0),
+        ("k", ..., 1e-3, 0),
+        ("v", ..., 1e-10, 0),
+        ("dout", ..., 1e-9, 0),
+    ],
+    "zeros": [
+        *((name, np.s_[:, row], 0, 0) for name, row in (("q", 0), ("k", 1))),
+        *((name, np.s_[:, :, ::step], 0, 0) for name, step in (("v", 5), ("dout", 3))),
+    ],
+    "cotangents of three decades": [
+        ("dout", ..., 10 ** np.random.default_rng(2).uniform(-3, 0, (1, 3, 40, 2, 1)), 0)
+    ],
+}
 
 
 @needs_triton
 @interpreted
-@pytest.mark.parametrize(
-    "change",
-    [
-        rest,
-        queries_of_one_key,
-        large_logits,
-        values_apart_from_zero,
-        small,
-        zeros,
-        cotangents_of_three_decades,
-    ],
-)
+@pytest.mark.parametrize("change", CHANGES)
 def test_halves_err_at_most_twice_as_much_as_float32(change, halved):
     """In norm; float32's own error is that of torch, or its unit."""
     p = problem(1, 3, 40, 70, 2, 16)
-    change(p.arguments, p.cotangents[0])
-    mask = present(np.random.default_rng(3), 1, 3, 70) if change is rest else None
+    arrays = p.arguments | {"dout": p.cotangents[0]}
+    for name, part, factor, summand in CHANGES[change]:
+        arrays[name][part] = arrays[name][part] * factor + summand
+    mask = present(np.random.default_rng(3), 1, 3, 70) if change == "none" else None
     p = p.but(mask=mask).astype("float32")
     given = *leaves_of(p), None if mask is None else torch.tensor(mask), 1.0
     call = halved._Call(op.attention.Arguments(*given), torch.tensor(p.cotangents[0]))
@@ -271,7 +256,7 @@ def test_halves_err_at_most_twice_as_much_as_float32(change, halved):
     for at, (ours, plain, exact) in enumerate(zip(found, by_torch, expected(p), strict=True)):
         off, own = (np.linalg.norm(x - exact) / np.linalg.norm(exact) for x in (ours, plain))
         # A dq near zero has larger errors, as docs/backends.md says.
-        least = 5e-4 if change is queries_of_one_key and at == 1 else 2.0**-23
+        least = 5e-4 if change == "queries of one key" and at == 1 else 2.0**-23
         assert off <= 2 * max(own, least), (off, own)
 
 

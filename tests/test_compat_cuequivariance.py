@@ -32,11 +32,6 @@ SIGNATURES = {
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures_are_theirs(name):
     signature = inspect.signature(getattr(ours, name))
