@@ -16,6 +16,7 @@ if not (distributed.is_available() and distributed.is_gloo_available()):
 
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
+from formulas import randomized  # noqa: E402
 from fusedops.nn import (  # noqa: E402
     DynamicShortConvolution,
     PairBlock,
@@ -48,10 +49,7 @@ def wrapped(module: torch.nn.Module, wrapper: str) -> torch.nn.Module:
 def example(name: str, dtype: torch.dtype) -> tuple[torch.nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     make, shape = MODULES[name]
-    module = make().to(dtype)
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    return module, torch.randn(3, *shape, dtype=dtype)
+    return randomized(make()).to(dtype), torch.randn(3, *shape, dtype=dtype)
 
 
 def train(module: torch.nn.Module, steps: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch is built without gloo", allow_module_level=True)
 
 import fusedops  # noqa: E402
+from formulas import randomized  # noqa: E402
 from fusedops.distributed import dynamic_conv, sequences, share  # noqa: E402
 from fusedops.nn import DynamicShortConvolution  # noqa: E402
 from replicated import compare_derivatives, counting, shard  # noqa: E402
@@ -174,9 +175,7 @@ def test_bits_are_one_devices(backend):
 @on_ranks
 @short_heads()
 def test_the_module_takes_a_group(packed):
-    module = DynamicShortConvolution(D, W, generator_reduction=1).double().to(device())
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter)
+    module = randomized(DynamicShortConvolution(D, W, generator_reduction=1)).to(device())
     x = torch.randn(1, T, D, dtype=torch.float64, device=device())
     mask = torch.rand(1, T, device=device()) > 0.3
     cu = None if PACKED[packed] is None else torch.tensor(PACKED[packed], device=device())
@@ -200,9 +199,7 @@ def test_the_module_takes_a_group(packed):
 @on_ranks
 def test_ddp_divides_the_modules_gradients_by_the_ranks():
     P, own = dist.get_world_size(), spread("alike")
-    module = DynamicShortConvolution(D, W, generator_reduction=1).double().to(device())
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter)
+    module = randomized(DynamicShortConvolution(D, W, generator_reduction=1)).to(device())
     x = torch.randn(1, T, D, dtype=torch.float64, device=device())
     loss = module(x)[0].square().sum()
     want = torch.autograd.grad(loss, module.parameters())

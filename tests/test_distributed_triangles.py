@@ -15,6 +15,7 @@ if not (dist.is_available() and dist.is_gloo_available()):
 
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
+from formulas import randomized  # noqa: E402
 from fusedops import triangle_multiplicative_update as on_one  # noqa: E402
 from fusedops.distributed import share, triangles  # noqa: E402
 from fusedops.distributed import triangle_multiplicative_update as update  # noqa: E402
@@ -227,10 +228,8 @@ def test_a_module_takes_a_dtensor():
 
     from fusedops.nn import TriangleMultiplicativeUpdate
 
-    module = TriangleMultiplicativeUpdate(4, 3, bias=True).to(device())
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter)
-    x = torch.randn(2, 5, 5, 4, device=device())
+    module = randomized(TriangleMultiplicativeUpdate(4, 3, bias=True)).to(device())
+    x = torch.randn(2, 5, 5, 4, device=device(), dtype=torch.float64)
     mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     got = module(distribute_tensor(x, mesh, [Shard(2)]))
     torch.testing.assert_close(got.full_tensor(), module(x))

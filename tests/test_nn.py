@@ -151,12 +151,10 @@ def test_an_update_takes_what_boltz_passes_and_its_own_options():
 @pytest.mark.parametrize("gate", ["output", "hidden"])
 def test_an_update_of_another_width(gate):
     """cuEquivariance's function takes any width of the output, and a state_dict tells it."""
-    update = TriangleMultiplicativeUpdate(6, 4, gate=gate, c_out=9)
-    for parameter in update.parameters():
-        torch.nn.init.normal_(parameter)
+    update = formulas.randomized(TriangleMultiplicativeUpdate(6, 4, gate=gate, c_out=9))
     again = TriangleMultiplicativeUpdate.from_state_dict(update.state_dict())
     assert (again.c_z, again.c_hidden, again.c_out, again.gate) == (6, 4, 9, gate)
-    x = torch.randn(2, 5, 5, 6)
+    x = torch.randn(2, 5, 5, 6, dtype=torch.float64)
     assert again(x).shape == (2, 5, 5, 9)
     torch.testing.assert_close(again(x), formulas.update(again, x))
 
