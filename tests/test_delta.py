@@ -13,8 +13,7 @@ import guarded
 from contract import same
 from fusedops._catalogue import Problem
 from fusedops.delta.op import delta_step
-from fusedops.testing import TOLERANCE, error
-from places import EXACT, FILLING, interpreted, needs_linux
+from places import FILLING, interpreted, needs_linux
 
 pytestmark = interpreted
 
@@ -51,10 +50,6 @@ def test_the_formula():
 
 def problem(size=(3, 140, 2, 20, 33), dtype="float64"):
     return DENSE.of(size).astype(dtype)
-
-
-def close(got, want, times=8):
-    assert error(got, want) <= times * TOLERANCE[str(got.dtype)]
 
 
 def test_a_prefill_in_chunks_and_decoding_equal_one_call(backend):
@@ -99,7 +94,7 @@ def test_every_sequence_is_computed_as_if_alone(quick):
         alone |= {"scale": p.arguments["scale"], "output_final_state": True}
         results = contract.solve(quick, Problem(DENSE, alone, tuple(of(cotangents, s))))
         for got, want in zip(of(together, s), results, strict=True):
-            (same if quick[1] in EXACT else close)(got, want)
+            contract.agree(p, quick[1], got, want)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -112,12 +107,12 @@ def test_a_gate_may_forget_all(place, gate, dtype):
     p = p.but(g=g, initial_state=np.zeros_like(p.arguments["initial_state"]))
     results = contract.solve(place, p)
     for got, want in zip(results, recurrence(**p.arguments), strict=False):
-        close(got, want)
+        contract.close(p, got, want.astype(dtype))
     alone = {name: p.arguments[name][:, 13:40] for name in ("q", "k", "v", "g", "beta")}
     dout = p.cotangents[0][:, 13:40], np.zeros_like(p.cotangents[1])
     alone = Problem(DENSE, {**p.arguments, **alone}, dout)
     for got, want in zip(results[2:7], contract.solve(place, alone)[2:7], strict=True):
-        close(got[:, 13:40], want)
+        contract.close(p, got[:, 13:40], want)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -155,10 +150,9 @@ def test_chunks_of_sixteen_bits(dtype, allowed, device):
 def test_states_of_many_keys(place, K):
     """On a GPU they don't fit into the shared memory of a walk in chunks."""
     p = problem((1, 34, 1, K, 2), "float32")
-    for got, want in zip(
-        contract.solve(place, p), contract.solve(("numpy", "numpy"), p), strict=True
-    ):
-        close(got, want, 64)
+    want = contract.solve(("numpy", "numpy"), p)
+    for got, expected in zip(contract.solve(place, p), want, strict=True):
+        contract.close(p, got, expected, times=8)
 
 
 STEP = next(example for example in contract.UPDATES if example.name == "delta-step").problem()
