@@ -104,6 +104,7 @@ def test_slots_of_no_state_or_of_one_twice_are_named(example):
         ([*own[1:], count], f"has {count}; it should be below {count}"),
         ([*own[1:], own[1]], f"has {own[1]} twice; every sequence should have a state of its own"),
         (own + 0.0, "has dtype float64; it should be int"),
+        (own[1:], rf"has shape \({len(own) - 1},\); it should be \({len(own)},\)"),
     ):
         with pytest.raises((TypeError, ValueError), match=f"^{p.op.__name__}: slots {message}"):
             p.op(**p.but(slots=np.array(slots)).arguments)
