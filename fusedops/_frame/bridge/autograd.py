@@ -28,8 +28,6 @@ class Step:
     bare: Sequence[int] = ()
     #: Whether to ask autograd which of the gradients a backward pass wants.
     large = False
-    #: The forward of a call that torch.func transforms.
-    run: Callable[[Any, Any], Any]
 
     def __init__(
         self,
@@ -285,8 +283,7 @@ class _Transformed(_Differentiable):
     def forward(  # type: ignore[override]
         step: Step, others: tuple[Any, ...], *arrays: Any
     ) -> tuple[Any, ...]:
-        a = step.primitive.Arguments._make((*step.spread(arrays), *others))
-        return tuple(step.run(a, step.slots))
+        return tuple(step.primitive(*step.spread(arrays), *others, out=step.slots))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -351,14 +348,8 @@ def _alive(value: Any) -> Any:
     return value
 
 
-def transformed(
-    primitive: Primitive,
-    a: Any,
-    slots: Sequence[Any],
-    run: Callable[[Any, Any], Any] | None = None,
-) -> Any:
-    """Return outputs where torch.func transforms a call, by the primitive or another function."""
+def transformed(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Any:
+    """Return outputs where torch.func transforms a call."""
     wanted = tuple([slot if slot is None else True for slot in slots])
     step = Step(primitive, a, primitive.with_saved(wanted))
-    step.run = run or (lambda a, slots: primitive(*a, out=slots))
     return into(primitive, slots, _Transformed.apply(step, a[step.others], *step.given(a)))

@@ -138,7 +138,7 @@ class _Registered:
         if not has_tangent(a[: len(self.primitive.arrays)]):
             self.refuse_tangents()
         with self.asking(backend):
-            return _returned(a, slots, transformed(self.primitive, a, slots, self.call))
+            return _returned(a, slots, transformed(self.primitive, a, slots))
 
 
 def _returned(a: Any, slots: Sequence[Any], outputs: Sequence[Any]) -> Any:
