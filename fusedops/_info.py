@@ -18,7 +18,6 @@ from fusedops import _swaps
 from fusedops._frame import registry
 from fusedops._frame.check import size
 from fusedops._frame.op import Op
-from fusedops._frame.primitive import primitives
 from fusedops._host import memory
 from fusedops._host.packages import version_of
 from fusedops._host.threads import choose_num_threads, get_num_threads, whose_threads
@@ -230,7 +229,7 @@ def info() -> Info:
     for backend in registry.BACKENDS:
         device = "cuda" if backend.name == "triton" else "cpu"
         request = registry.Request(
-            next(iter(primitives())), backend.speaks, device, np.dtype(np.float32), None
+            next(iter(registry.primitives)), backend.speaks, device, np.dtype(np.float32), None
         )
         if backend.speaks == "torch" and no_torch:
             reason = no_torch

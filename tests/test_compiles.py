@@ -63,9 +63,9 @@ launch.Launcher.is_new = lambda *_: False
 
 
 def launched(name, given, outputs=None):
-    from fusedops._frame.primitive import primitives
+    from fusedops._frame.registry import primitives
 
-    primitive = primitives()[name]
+    primitive = primitives[name]
     kernel = registry._registered(registry.BACKENDS[0], name, primitive.family)
     a = primitive.Arguments(*[given.get(field) for field in primitive.Arguments._fields])
     if outputs is None:

@@ -25,7 +25,7 @@ from bench.workloads import WORKLOADS, Source
 from cpukern import isa
 from fusedops._frame import registry
 from fusedops._frame.op import op, to_run
-from fusedops._frame.primitive import Primitive, primitives
+from fusedops._frame.primitive import Primitive
 from fusedops._host import limits, threads
 from fusedops.samples import protein
 from places import needs_torch
@@ -521,7 +521,7 @@ def test_numba_leaves_the_users_settings_alone():
 
 def load_kernels(backend):
     """Import every kernel, because calls import only the kernels that they need."""
-    for name in list(primitives()):
+    for name in list(registry.primitives):
         registry._kernel(next(b for b in registry.BACKENDS if b.name == backend), name)
 
 
@@ -609,7 +609,7 @@ def primitive(name="toy", **changes):
 @pytest.fixture
 def own_primitives(monkeypatch):
     """Forget primitives that a test declares."""
-    monkeypatch.setattr(registry, "_primitives", dict(registry._primitives))
+    monkeypatch.setattr(registry, "primitives", dict(registry.primitives))
     monkeypatch.setattr(registry, "_chosen", {})
 
 

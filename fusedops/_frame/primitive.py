@@ -159,9 +159,9 @@ class Primitive:
         self.all: tuple[bool, ...] = (True,) * len(outputs)
         self._saved = tuple([output in saves for output in outputs])
         self.plans: Plans[Callable[[Any, Any], Any]] = Plans()
-        if name in registry._primitives:
+        if name in registry.primitives:
             raise ValueError(f"{name} is a primitive already; a primitive has a name of its own")
-        registry._primitives[name] = self
+        registry.primitives[name] = self
 
     # Records are made when first used, since all of them would take a quarter of our import.
 
@@ -287,11 +287,6 @@ class Primitive:
             f"{op} has no gradient: it updates {', '.join(self.mutates)} in place; "
             "call it under torch.no_grad, or on arrays that don't require grad"
         )
-
-
-def primitives() -> dict[str, Primitive]:
-    """Return every declared primitive by name."""
-    return registry._primitives
 
 
 def _on_numpy(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[Any, Any], Any]:

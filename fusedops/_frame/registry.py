@@ -103,8 +103,8 @@ _NAMES = tuple(backend.name for backend in BACKENDS)
 
 #: Public ops by name, since a graph can hold names only.
 ops: dict[str, Callable[..., Any]] = {}
-# Declared primitives by name.
-_primitives: dict[str, Any] = {}
+#: Declared primitives by name.
+primitives: dict[str, Any] = {}
 _kernels: dict[tuple[str, str], Callable[..., Any]] = {}
 # Choices made so far. There are few different requests, so nothing is dropped.
 _chosen: dict[Request, tuple[Backend, Callable[..., Any]]] = {}
@@ -137,7 +137,7 @@ def register(
 
 
 def _kernel(backend: Backend, primitive: str) -> Callable[..., Any] | None:
-    declared = _primitives[primitive]
+    declared = primitives[primitive]
     if backend.package is None:
         return declared.formula
     return _registered(backend, primitive, declared.family)

@@ -17,7 +17,7 @@ from fusedops._frame.bridge.evaluation import evaluation, into
 from fusedops._frame.bridge.modes import has_tangent, watched
 from fusedops._frame.check import reference
 from fusedops._frame.packed import Packed
-from fusedops._frame.primitive import Primitive, primitives
+from fusedops._frame.primitive import Primitive
 from fusedops._frame.torch_private import private
 
 
@@ -151,4 +151,4 @@ def _returned(a: Any, slots: Sequence[Any], outputs: Sequence[Any]) -> Any:
 
 
 #: The registered op of every primitive by name.
-registered = {name: _Registered(primitive) for name, primitive in primitives().items()}
+registered = {name: _Registered(primitive) for name, primitive in registry.primitives.items()}
