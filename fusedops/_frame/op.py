@@ -222,7 +222,8 @@ class Op(Generic[F_co]):
         if self.sharded and out is None and is_dtensor(first) and not traced():
             serve = getattr(importlib.import_module(self.sharded), self.__name__)
             return serve(*args, backend=backend, **kwargs)
-        bound = _asking(asked, self.bound, *args, **kwargs)
+        with registry.asking(asked):
+            bound = self.bound(*args, **kwargs)
         slots = self.slots(bound)
         if out is not None:
             by_name = {**dict(zip(self.signature.parameters, args, strict=False)), **kwargs}
@@ -259,7 +260,7 @@ class Op(Generic[F_co]):
         record, look, results = self.primitive.Arguments._make, bound.values, self.results(bound)
         asked = registry.asked()
         if asked is not None and any([isinstance(part, Made) for part in bound.parts]):
-            arrange = functools.partial(_asking, asked, arrange)
+            arrange = registry.asking(asked)(arrange)
 
         def run(values: tuple[Any, ...]) -> Any:
             a = record(arrange(values))
@@ -387,14 +388,9 @@ class Op(Generic[F_co]):
     def explain(self, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
         """Return which backend serves the call, and why."""
         asked = registry.forced(backend, self.__name__)
-        arrays = _asking(asked, self.bound, *args, **kwargs).a[: len(self.arguments)]
+        with registry.asking(asked):
+            arrays = self.bound(*args, **kwargs).a[: len(self.arguments)]
         return registry.explain(registry.request(self.primitive.name, arrays, asked))
-
-
-def _asking(asked: str | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return a function's result, for which it may ask primitives, on the backend asked for."""
-    with registry.asking(asked):
-        return function(*args, **kwargs)
 
 
 def _check_bound(op: str, primitive: Primitive, bound: Any) -> None:
