@@ -16,7 +16,7 @@ from fusedops import samples
 from fusedops._catalogue import BOTH, FORWARD, Call, Steps, tolerance
 from fusedops._frame import registry
 from fusedops._frame.check import is_tensor, reference
-from fusedops._frame.op import Op, names_of
+from fusedops._frame.op import Op
 from fusedops._frame.packed import Packed
 from fusedops.density import atom_radius
 from fusedops.testing import errors_of
@@ -117,7 +117,7 @@ class Problem(Call):
     def _bound(self) -> tuple[Any, str]:
         """Return the primitive's arguments, and the output that is shown."""
         bound = self.op.bound(**self.arguments)
-        return bound.a, names_of(bound)[0]
+        return bound.a, bound.shown[0]
 
 
 class Source:

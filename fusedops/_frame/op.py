@@ -44,7 +44,9 @@ class Bound(NamedTuple):
 
     # The arguments, some of them `Made`.
     parts: Any
-    shown: str | tuple[str, ...]
+    # The names of the outputs that are shown; whether the result is one of them, not a tuple.
+    shown: tuple[str, ...]
+    alone: bool
     # Raises if values of the arguments are bad, which their kinds don't show.
     values: Callable[[Any], Any] | None = None
     # The record of the arguments; the op's arrays by name, as they meet their declarations.
@@ -65,7 +67,9 @@ def to_run(
     depend on the kinds of the op's arguments alone. `values` checks the values of the record of
     arguments in every call, unless it returns a quicker check for other calls of the kind.
     """
-    return Bound(arguments, shown, values)
+    if isinstance(shown, str):
+        return Bound(arguments, (shown,), True, values)
+    return Bound(arguments, shown, False, values)
 
 
 @overload
@@ -201,12 +205,11 @@ class Op(Generic[F_co]):
 
     def shown(self, bound: Bound) -> list[int]:
         """Return the places of the outputs that a call shows."""
-        return [self.primitive.outputs.index(name) for name in names_of(bound)]
+        return [self.primitive.outputs.index(name) for name in bound.shown]
 
     def slots(self, bound: Bound) -> list[Any]:
         """Return slots that ask for the outputs shown."""
-        shown = names_of(bound)
-        return [True if output in shown else None for output in self.primitive.outputs]
+        return [True if output in bound.shown else None for output in self.primitive.outputs]
 
     def serve(
         self,
@@ -273,7 +276,7 @@ class Op(Generic[F_co]):
     def results(self, bound: Bound) -> Callable[[Any], Any]:
         """Return a function from outputs to the results that a call shows."""
         shown, lead = self.shown(bound), bound.lead
-        alone = shown[0] if isinstance(bound.shown, str) else None
+        alone = shown[0] if bound.alone else None
 
         def results(y: Any) -> Any:
             if alone is None:
@@ -359,7 +362,7 @@ class Op(Generic[F_co]):
 
     def cotangents(self, bound: Bound, y: Any, given: Sequence[Any]) -> tuple[Any, ...]:
         """Return checked cotangents of all outputs, from those of the outputs shown."""
-        op, shown = f"{self.__name__}.vjp", names_of(bound)
+        op, shown = f"{self.__name__}.vjp", bound.shown
         if len(given) != len(shown):
             should = f"get {len(shown)}, of {' and '.join(shown)}"
             refuse(TypeError, op, "the pullback", f"got {len(given)} cotangents", should)
@@ -400,8 +403,9 @@ def _check_bound(op: str, primitive: Primitive, bound: Any) -> None:
         was, should = f"returned a {type(bound).__name__}", "return to_run(...)"
     elif len(bound.parts) != len(fields):
         was, should = f"gave to_run {len(bound.parts)} arguments", f"give {', '.join(fields)}"
-    elif not set(names_of(bound)) <= set(primitive.outputs):
-        was, should = f"shows {bound.shown!r}", f"show some of {', '.join(primitive.outputs)}"
+    elif not set(bound.shown) <= set(primitive.outputs):
+        was = f"shows {', '.join(map(repr, bound.shown))}"
+        should = f"show some of {', '.join(primitive.outputs)}"
     else:
         return
     refuse(TypeError, op, "its function", was, should)
@@ -452,11 +456,6 @@ def _documented(op: str, doc: str | None, takes_out: bool) -> str | None:
     else:
         parts.insert(at, _RAISES)
     return "\n\n".join(parts)
-
-
-def names_of(bound: Bound) -> tuple[str, ...]:
-    """Return the names of the outputs that a call shows."""
-    return (bound.shown,) if isinstance(bound.shown, str) else bound.shown
 
 
 def _by(
