@@ -14,4 +14,4 @@ def _load_bridge() -> Any:
     return bridge
 
 
-hook.load = _load_bridge
+hook.bridge = _load_bridge

@@ -11,17 +11,15 @@ from fusedops._frame.torch_private import private
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: Imports the bridge, which imports all that has this hook; so the package sets it, above both.
-load: Any = None
+#: Returns ``fusedops._frame.bridge``. The bridge imports all that has this hook, so the package
+#: sets it, above both.
+bridge: Any = None
 
 
-def bridge() -> Any:
-    """Return ``fusedops._frame.bridge``."""
-    return load()
-
-
-# An import statement takes longer than to ask for its result.
-loaded = functools.cache(bridge)
+@functools.cache
+def loaded() -> Any:
+    """Return the bridge sooner than an import statement does, where torch traces no Python."""
+    return bridge()
 
 
 def compiling() -> bool:
