@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import sys
 import weakref
 from collections import namedtuple
@@ -35,8 +34,8 @@ _MOST = 8
 #: Classes of packed arguments, by name, since a graph can hold names only.
 packed: dict[str, type[Packed]] = {}
 
-# Living objects on the CPU, by the id of their first tensor, which lives as long as they do.
-_living: weakref.WeakValueDictionary[int, Packed] = weakref.WeakValueDictionary()
+# Living objects on the CPU, by the ids of their tensors, which live as long as they do.
+_living: weakref.WeakValueDictionary[tuple[int, ...], Packed] = weakref.WeakValueDictionary()
 
 
 class Packed:
@@ -98,7 +97,7 @@ class Packed:
                     self.tensors_here()
         tensors = self._tensors if self.device == "cpu" else None
         if tensors is not None and not compiling() and loaded().tensors.are_plain(tensors):
-            _living.setdefault(id(tensors[0]), self)
+            _living.setdefault(tuple(map(id, tensors)), self)
 
     def tensors_here(self) -> Any:
         """Return a record of the arrays as torch tensors on this object's device."""
@@ -225,9 +224,9 @@ class Packed:
         of, states = (cls, options), frame.states(tensors)
         found = frame.packed_read.get(first, ())
         for before, refs, then, made in found:
+            same = before == of and then == states
             # Compare identity: a freed tensor's address may be reused.
-            same = [ref() for ref in refs]
-            if before == of and then == states and _are(same, others):
+            if same and all([ref() is other for ref, other in zip(refs, others, strict=True)]):
                 return cast("T", made)
         made, refs = make(), [weakref.ref(tensor) for tensor in others]
         # Versions only grow: objects of an older one are never found again.
@@ -289,8 +288,8 @@ class Packed:
         On a GPU it is new: what it derives in a CUDA graph must not outlive the graph's memory. The
         tensors of a living object never change.
         """
-        found = _living.get(id(tensors[0]))
-        if type(found) is cls and _are(found._tensors, tensors) and found.sizes() == sizes:
+        found = _living.get(tuple(map(id, tensors)))
+        if type(found) is cls and found.sizes() == sizes:
             return found
         return cls.from_tensors(tensors, sizes)
 
@@ -314,8 +313,3 @@ class Packed:
     def __setstate__(self, state: tuple[Sequence[Any], Sequence[int]]) -> None:
         arrays, sizes = state
         self._hold(**dict(zip((*self._fields, *self._sizes), (*arrays, *sizes), strict=True)))
-
-
-def _are(ones: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return whether two sequences hold the same objects."""
-    return len(ones) == len(others) and all(map(operator.is_, ones, others))
