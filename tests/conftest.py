@@ -377,7 +377,7 @@ def several_threads(monkeypatch):
 @pytest.fixture
 def fresh_plans():
     """Forget all plans before and after a test that changes their ingredients."""
-    from fusedops._frame.kinds import forget_plans
+    from places import forget_plans
 
     forget_plans()
     yield

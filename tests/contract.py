@@ -16,9 +16,8 @@ import pytest
 
 from fusedops._catalogue import Problem, families, tuple_of
 from fusedops._frame import registry
-from fusedops._frame.kinds import forget_plans
 from fusedops.testing import CASES, TOLERANCE, error
-from places import EXACT, HAS_TORCH
+from places import EXACT, HAS_TORCH, forget_plans
 
 if HAS_TORCH:
     import torch

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import fusedops
+from fusedops._frame import registry
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 HAS_TRITON = HAS_TORCH and importlib.util.find_spec("triton") is not None
@@ -33,6 +34,12 @@ QUICK = [("numpy", name) for name in SERVE_ARRAYS] + [("torch", "torch")] * HAS_
 PLACES = QUICK + [("torch", "triton")] * HAS_TRITON
 #: The places whose kernels fill arrays that they are given.
 FILLING = [place for place in PLACES if place[1] not in ("numpy", "torch")]
+
+
+def forget_plans() -> None:
+    """Forget all plans, after a change to a part of plans, such as a kernel."""
+    for owner in (*registry.ops.values(), *registry.primitives.values()):
+        owner.plans._plans.clear()
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from bench.workloads import WORKLOADS, Source
 from fusedops._frame import kinds
 from fusedops.conv.op import conv
 from fusedops.wigner import wigner_d
-from places import HAS_TORCH, needs_torch, needs_triton
+from places import HAS_TORCH, forget_plans, needs_torch, needs_triton
 
 if HAS_TORCH:
     import torch
@@ -151,7 +151,7 @@ def test_an_array_may_be_given_twice(framework):
     kernels = rng.random((4, 3))
     want = [fusedops.dynamic_conv(x, kernels) + r for x, r in itertools.pairwise(ones)]
     twice = [fusedops.dynamic_conv(x, kernels) + x for x in ones]
-    fusedops._frame.kinds.forget_plans()
+    forget_plans()
     if framework == "torch":
         *ones, kernels = (torch.from_numpy(array).requires_grad_() for array in (*ones, kernels))
     with checks(fusedops.dynamic_conv) as entered:
@@ -334,7 +334,7 @@ def test_plans_stay_within_their_limit(monkeypatch):
     for tokens in [*range(1, 10)] * 2:
         out = fusedops.dynamic_conv(np.ones((1, tokens, 2)), np.ones((2, 2)))
         assert out.sum() == 2 * (2 * tokens - 1)
-        assert all(len(plans) <= 4 for plans in kinds._all)
+        assert all(len(owner.plans._plans) <= 4 for owner in (fusedops.dynamic_conv, conv))
     # The last plans made are still kept.
     with checks(fusedops.dynamic_conv) as entered:
         fusedops.dynamic_conv(np.ones((1, 9, 2)), np.ones((2, 2)))

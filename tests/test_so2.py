@@ -10,10 +10,9 @@ import pytest
 import fusedops
 from contract import compare
 from cpukern.so2 import convolution as on_cpu
-from fusedops._frame.kinds import forget_plans
 from fusedops.samples import convolved
 from fusedops.testing import TOLERANCE, error
-from places import HAS_TORCH, interpreted, needs_torch, needs_triton
+from places import HAS_TORCH, forget_plans, interpreted, needs_torch, needs_triton
 
 if HAS_TORCH:
     import torch

@@ -13,9 +13,9 @@ torch = pytest.importorskip("torch")
 import fusedops  # noqa: E402
 from fusedops._frame import bridge, registry, torch_private  # noqa: E402
 from fusedops._frame.bridge.graphs import _take_apart  # noqa: E402
-from fusedops._frame.kinds import forget_plans  # noqa: E402
 from fusedops.planarity.op import nll  # noqa: E402
 from fusedops.samples import protein  # noqa: E402
+from places import forget_plans  # noqa: E402
 
 
 def example():

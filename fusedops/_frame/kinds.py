@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -75,7 +74,6 @@ class Plans(Generic[PlanT]):
         # The plans of a key, each with a guard that lets tensors of its kind pass.
         self._plans: dict[Any, tuple[tuple[Callable[[list[Any]], bool] | None, PlanT], ...]] = {}
         self._lock = threading.Lock()
-        _all.add(self)
 
     def get(self, kind: Kind | None) -> PlanT | None:
         """Return the plan of a kind, if there is one."""
@@ -98,23 +96,6 @@ class Plans(Generic[PlanT]):
             found = bridge().modes.guard(tensors) if tensors else None, plan
             self._plans[key] = found, *self._plans.get(key, ())[: self.most - 1]
         return plan
-
-    def __len__(self) -> int:
-        return sum([len(plans) for plans in self._plans.values()])
-
-    def clear(self) -> None:
-        """Forget all plans."""
-        with self._lock:
-            self._plans.clear()
-
-
-_all: weakref.WeakSet[Plans[Any]] = weakref.WeakSet()
-
-
-def forget_plans() -> None:
-    """Forget every plan, after a change to a part of plans, such as a kernel."""
-    for plans in list(_all):
-        plans.clear()
 
 
 #: An argument of a primitive that every call makes anew, by a function of arguments of the op.

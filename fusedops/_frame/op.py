@@ -123,7 +123,7 @@ def op(primitive: Primitive, *, overloads: Any = None, pack: Any = None, **optio
             return of.serve(kind, asked, backend, args, kwargs)
 
         shown: Any = call
-        for attribute in ("primitive", "declared", "by_request", "bound"):
+        for attribute in ("primitive", "declared", "by_request", "bound", "plans"):
             setattr(shown, attribute, getattr(of, attribute))
         shown.vjp, shown.explain = outside_of_graphs(of.vjp), outside_of_graphs(of.explain)
         registry.ops[name] = shown
