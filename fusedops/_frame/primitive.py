@@ -152,7 +152,7 @@ class Primitive:
         self._formula = formula
         self.pullback = pullback
         self.saves = saves
-        self._read_for = read_for
+        self.read_for = read_for
         self.mutates = mutates
         #: Whether 16-bit floats have outputs of 16 bits: sums over them are float32.
         self.sixteen_bits = any([output.rule != "summed of" for output in self._outputs])
@@ -249,10 +249,6 @@ class Primitive:
                 for slot, saved in zip(slots, self._saved, strict=True)
             ]
         )
-
-    def readers(self, array: str) -> tuple[str, ...]:
-        """Return the arrays for whose cotangents the pullback reads an array."""
-        return self._read_for.get(array, self.arrays)
 
     def pulled_back(
         self,

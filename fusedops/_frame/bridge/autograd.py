@@ -172,9 +172,8 @@ def recorded(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[An
     step = Step(primitive, a, saved, evaluate)
     arrays = {name: b for name, b in zip(primitive.arrays, a, strict=False) if b is not None}
     differ = {name for name, array in arrays.items() if array.requires_grad}
-    step.bare = [
-        at for at, name in enumerate(arrays) if not differ.intersection(primitive.readers(name))
-    ]
+    readers = [primitive.read_for.get(name, primitive.arrays) for name in arrays]
+    step.bare = [at for at, names in enumerate(readers) if not differ.intersection(names)]
     step.large = len(differ) > 1 and sum([b.numel() for b in arrays.values()]) >= _LARGE
     given, record = step.given, primitive.Outputs._make
 
