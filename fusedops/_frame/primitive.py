@@ -66,10 +66,6 @@ class Call:
         self.primitive, self.a = primitive, primitive.Arguments._make(arguments)
         self.slots, self.before, self.after = tuple(out), before, after
 
-    def made(self) -> tuple[Any, ...]:
-        """Return the cotangents."""
-        return self.before + self.primitive(*self.a, out=self.slots) + self.after
-
 
 class Primitive:
     """A function of arrays that kernels implement.
@@ -272,7 +268,7 @@ class Primitive:
         if isinstance(found, Call):
             if seen is not None:
                 seen(found)
-            found = found.made()
+            found = found.before + found.primitive(*found.a, out=found.slots) + found.after
         if not isinstance(found, tuple) or len(found) != len(wanted):
             raise self._no_tuple("pullback", found, self.arrays)
         return tuple([dx if want else None for dx, want in zip(found, wanted, strict=True)])
