@@ -287,19 +287,22 @@ def _on_numpy(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[A
     The kernel gets aligned arrays of one dtype.
     """
     count = len(primitive.arrays)
-    given = a[: count + len(primitive.constants)]
     request = registry.request(primitive.name, a[:count])
     backend, kernel = registry.choose(request)
     dtype, described = request.dtype, primitive.describe(a)
-    present = [(at, array) for at, array in enumerate(given) if array is not None]
-    # Compiled code may fault if a number's address is not a multiple of its size.
-    unfit = [
-        (at, dtype if at < count else array.dtype)
-        for at, array in present
-        if not array.flags.aligned or (array.dtype != dtype and at < count)
-    ]
-    # Numba would compile its kernels again, for seconds, for arrays that are read-only.
-    locked = [at for at, b in present if backend.name == "numba" and not b.flags.writeable]
+    unfit: list[tuple[int, Callable[[Any], Any]]] = []
+    for at, array in enumerate(a[: count + len(primitive.constants)]):
+        if array is None:
+            continue
+        to = dtype if at < count else array.dtype
+        # Compiled code may fault if a number's address is not a multiple of its size.
+        if array.dtype != to or not array.flags.aligned:
+            unfit.append((at, functools.partial(cast, like=to, copy=True)))
+        # Numba would compile its kernels again, for seconds, for arrays that are read-only.
+        elif backend.name == "numba" and not array.flags.writeable:
+            unfit.append((at, _as_writable))
+    if backend.package is None:
+        return converted(primitive, lambda a, slots: kernel(a), unfit, described)
     filled = [at for at, slot in enumerate(slots) if isinstance(slot, np.ndarray)]
     fit = [at for at in filled if slots[at].dtype == dtype and slots[at].flags.aligned]
 
@@ -307,17 +310,10 @@ def _on_numpy(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[A
         return functools.partial(memory.empty_of(shape, dtype), tuple(shape), dtype)
 
     run = kernel_plan(primitive, kernel, slots, empty, described, fit)
-
-    def unlocked(a: Any, slots: Sequence[Any]) -> Any:
-        free = {primitive.Arguments._fields[at]: _as_writable(a[at]) for at in locked}
-        return run(a._replace(**free), slots)
-
-    if backend.package is None:
-        return converted(primitive, lambda a, slots: kernel(a), unfit, described)
     plain = all([output is None or output[1] == dtype for output in described])
-    if plain and not (unfit or locked or filled):
+    if plain and not (unfit or filled):
         return run
-    return converted(primitive, unlocked if locked else run, unfit, described)
+    return converted(primitive, run, unfit, described)
 
 
 def kernel_plan(
@@ -357,10 +353,10 @@ def kernel_plan(
 def converted(
     primitive: Primitive,
     run: Callable[[Any, Any], Sequence[Any]],
-    unfit: Sequence[tuple[int, Any]],
+    unfit: Sequence[tuple[int, Callable[[Any], Any]]],
     described: Sequence[Any],
 ) -> Callable[[Any, Any], Any]:
-    """Return a function that runs a plan on copies of unfit arrays, each in the dtype beside it.
+    """Return a function that runs a plan with unfit arrays made fit, each by its function.
 
     Outputs get the dtypes that are `described`, and go into the arrays given for them.
     """
@@ -369,8 +365,8 @@ def converted(
 
     def convert(given: Any, slots: Sequence[Any]) -> Any:
         a = list(given)
-        for at, dtype in unfit:
-            a[at] = cast(a[at], dtype, copy=True)
+        for at, made_fit in unfit:
+            a[at] = made_fit(a[at])
         outputs = list(run(record(a), slots))
         for at in written:
             given[at][...] = a[at]

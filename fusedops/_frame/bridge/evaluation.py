@@ -13,6 +13,7 @@ import torch
 
 from fusedops._frame import primitive as primitive_frame
 from fusedops._frame import registry
+from fusedops._frame.arrays import cast
 from fusedops._frame.bridge.tensors import layout_of, np_dtype
 from fusedops._frame.check import own_memory, reference, refuse
 from fusedops._frame.primitive import Primitive, converted, kernel_plan, poisoned
@@ -113,15 +114,15 @@ def _on_numpy(
     count = len(primitive.arrays)
     if dtype in HALF and not (dtype == torch.bfloat16 and kernel in registry.takes_bfloat16):
         dtype = torch.float32
-    cast, unfit = list(a), []
+    arrays, unfit = list(a), []
     for at, array in enumerate(a[: count + len(primitive.constants)]):
         if array is not None and not _is_fit(array, to := dtype if at < count else array.dtype):
-            unfit.append((at, to))
-            cast[at] = torch.empty_like(array, dtype=to, device="meta")
+            unfit.append((at, functools.partial(cast, like=to, copy=True)))
+            arrays[at] = torch.empty_like(array, dtype=to, device="meta")
     outputs = primitive.describe(a)
     tensors = [at for at, slot in enumerate(slots) if isinstance(slot, torch.Tensor)]
     fit = [at for at in tensors if _is_fit(slots[at], dtype)]
-    seen = [(at, *layout_of(b)) for at, b in enumerate(cast) if isinstance(b, torch.Tensor)]
+    seen = [(at, *layout_of(b)) for at, b in enumerate(arrays) if isinstance(b, torch.Tensor)]
     filled = [(at, *layout_of(slots[at])) for at in fit]
     told = kernel in registry.told_of_tensors
     work = functools.partial(kernel, tensors=True) if told else kernel
