@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
@@ -14,10 +15,22 @@ from numba.core.caching import FunctionCache
 
 
 class _Cache(FunctionCache):
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        # Numba itself notices changes to the file of a kernel alone.
+        own = Path(self._py_func.__code__.co_filename).parent
+        return *super()._index_key(sig, codegen), _sources(own)
+
     def save_overload(self, sig: Any, data: Any) -> None:
         # A full disk only costs a compilation in the next process.
         with contextlib.suppress(OSError):
             super().save_overload(sig, data)
+
+
+@functools.cache
+def _sources(folder: Path) -> str:
+    """Return a hash of the files whose functions the kernels of a folder inline."""
+    files = sorted([*Path(__file__).parent.glob("*.py"), *folder.glob("*.py")])
+    return hashlib.sha256(b"".join([file.read_bytes() for file in files])).hexdigest()
 
 
 def folders() -> list[str]:

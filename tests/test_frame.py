@@ -513,6 +513,15 @@ def test_numba_without_a_folder_for_its_cache(tmp_path):
     assert list(cache.rglob("*.nbi"))
 
 
+def test_numbas_cache_follows_functions_that_kernels_inline(tmp_path):
+    """A kernel is compiled again after a change to another file, whose functions it has."""
+    counts = []
+    for change in ("", "", "import cpukern.jit\ncpukern.jit._sources = lambda folder: 'changed'\n"):
+        python(without("cpukern._cpu") + change + TOKENS, NUMBA_CACHE_DIR=str(tmp_path))
+        counts.append(len(list(tmp_path.rglob("*.nbc"))))
+    assert 0 < counts[0] == counts[1] < counts[2]
+
+
 def test_numba_leaves_the_users_settings_alone():
     code = "import numba; before = numba.get_num_threads(), numba.config.CACHE_DIR\n"
     after = "assert before == (numba.get_num_threads(), numba.config.CACHE_DIR)"
