@@ -464,7 +464,7 @@ def test_blocks_of_a_convolution_have_the_digits_of_float32(change, G, C, everyw
 @pytest.mark.parametrize("radial", [False, True])
 @pytest.mark.parametrize("G", [0, 8])
 def test_small_edges_of_a_convolution_keep_their_digits(radial, G, everywhere, monkeypatch):
-    """Those near a cutoff, in the forward and in forces, which take no sum over edges."""
+    """Edges near a cutoff, in the forward and in forces, which take no sum over edges."""
     monkeypatch.setattr(products, "split_blocks", None)
     torch.manual_seed(7)
     E, C, D = 70, 16, 8
