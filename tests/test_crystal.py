@@ -11,6 +11,7 @@ import pytest
 
 import fusedops
 from fusedops import crystal, testing
+from fusedops._frame import registry
 from fusedops.crystal import factors, linear, structure_factors, symmetrize, symmetry
 
 IDENTITY = np.eye(4)[:3]
@@ -453,7 +454,7 @@ def test_fields_that_lie_lead_nowhere(torch, field):
 @pytest.fixture
 def by_kernels(monkeypatch):
     """Let calls of tensors take the way that they take on a GPU, in the interpreter."""
-    monkeypatch.setattr(factors, "_is_on_gpu", lambda x: not isinstance(x, np.ndarray))
+    monkeypatch.setattr(registry, "_is_on_gpu", lambda x: not isinstance(x, np.ndarray))
     monkeypatch.setattr(linear, "_is_for_numpy", lambda x: False)
 
 

@@ -12,7 +12,15 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from fusedops._frame.check import dtype_name, is_tensor, one_of, promoted, reference, warn
+from fusedops._frame.check import (
+    dtype_name,
+    is_tensor,
+    one_of,
+    promoted,
+    reference,
+    traced,
+    warn,
+)
 from fusedops._host.packages import how_to_install, import_error
 
 T = TypeVar("T")
@@ -189,6 +197,15 @@ def forced(backend: str | None, op: str = "fusedops") -> str | None:
 def asked() -> str | None:
     """Return the backend asked for by argument or `use_backend`."""
     return _override.get()
+
+
+def _is_on_gpu(array: Any) -> bool:
+    return is_tensor(array) and bool(array.is_cuda)
+
+
+def triton_may_serve(array: Any, asked: str | None) -> bool:
+    """Return whether to call a primitive that Triton alone has kernels for, or else its formula."""
+    return _is_on_gpu(array) and not traced() and asked in (None, "triton")
 
 
 @contextlib.contextmanager

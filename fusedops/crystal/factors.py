@@ -13,7 +13,7 @@ import numpy as np
 
 from fusedops._frame import registry
 from fusedops._frame.arrays import ArrayT, add_at, cast, namespace, wide, zeros
-from fusedops._frame.check import device_of, is_tensor, same_device, traced
+from fusedops._frame.check import device_of, is_tensor, same_device
 from fusedops._frame.primitive import Primitive
 from fusedops._host.threads import get_num_threads
 from fusedops.crystal.linear import checked_map, linear, linear_in
@@ -106,16 +106,12 @@ spread = Primitive(
 )
 
 
-def _is_on_gpu(x: Any) -> bool:
-    return is_tensor(x) and bool(x.is_cuda)
-
-
 def _by(
-    primitive: Primitive, function: Callable[..., Any], asked: str | None, size: int, x: Any,
-    reflections: Reflections,
+    primitive: Primitive, function: Callable[..., Any], asked: str | None, size: int,
+    reflections: Reflections, x: Any,
 ) -> Any:  # fmt: skip
     """Return `size` complex numbers, by a primitive's kernels if they serve, or by its function."""
-    if not _is_on_gpu(x) or traced() or asked not in (None, "triton"):
+    if not registry.triton_may_serve(x, asked):
         return function(x, reflections)
     # A view of pairs as complex numbers could not be written to later.
     y = x.new_empty(size)
@@ -207,16 +203,17 @@ def structure_factors(
 
     # A backward pass asks for the same backend, in another thread too.
     asked = registry.forced(None)
-    gathered = functools.partial(_by, gather, _gathered, asked, reflections.num_reflections)
-    spread_out = functools.partial(_by, spread, _spread, asked, _size(reflections))
+    count, size = reflections.num_reflections, _size(reflections)
+    gathered = functools.partial(_by, gather, _gathered, asked, count, reflections)
+    spread_out = functools.partial(_by, spread, _spread, asked, size, reflections)
 
     def transform(map: Any) -> Any:
         forward, _ = _transforms(map)
-        return gathered(_as_precise(forward(map), map).reshape(-1), reflections)
+        return gathered(_as_precise(forward(map), map).reshape(-1))
 
     def adjoint(dF: Any) -> Any:
         _, backward = _transforms(dF)
-        spectrum = spread_out(dF, reflections).reshape(*shape[:2], -1)
+        spectrum = spread_out(dF).reshape(*shape[:2], -1)
         return _as_precise(backward(spectrum, shape, (0, 1, 2), norm="forward"), dF)
 
     return linear_in(map, transform, adjoint)

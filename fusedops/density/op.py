@@ -35,7 +35,6 @@ from fusedops._frame.check import (
     positive,
     promoted,
     real,
-    traced,
     unseen,
     warn,
 )
@@ -936,10 +935,9 @@ def gaussian_density(
                 cast(detached(outside_of_transforms(name, argument, array)), dtype)
                 for argument, array in (("b", b), ("widths", widths))
             )
-            asked = registry.forced(None)
-            if device_of(b) == "cpu" or traced() or asked not in (None, "triton"):
-                return _radius(b, widths, n_sigma)
-            return reach(b, widths, n_sigma)[0]
+            if registry.triton_may_serve(b, registry.forced(None)):
+                return reach(b, widths, n_sigma)[0]
+            return _radius(b, widths, n_sigma)
 
         in_radius: Any = Made(radius_of, b, widths)
     elif isinstance(radius, numbers.Real):
