@@ -29,7 +29,10 @@ def _scipy_fft() -> Any:
 def _transforms(like: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the real transform of several axes, and its inverse: SciPy's are the fastest."""
     fft = namespace(like).fft
-    scipy = _scipy_fft() if fft is np.fft else None
+    if is_tensor(like):
+        # Torch transforms the axes 0 and 1 apart from others, and leaves planes out of order.
+        return lambda map: fft.rfftn(map[None], dim=(1, 2, 3)), fft.irfftn
+    scipy = _scipy_fft()
     if scipy is None:
         return fft.rfftn, fft.irfftn
     shared = functools.partial(functools.partial, workers=get_num_threads())
