@@ -885,11 +885,16 @@ class JetBlock(torch.nn.Module):
 PLAIN = torch.Tensor, torch.nn.Parameter
 
 
-class RadialProducts(TorchFunctionMode):
-    """Linear layers of many edges on a CPU by our products, in a ``with`` block.
+#: The fewest products, and results of an edge, of a layer that repays splitting edges on a GPU.
+REPAID = 1 << 31, 160
 
-    A linear layer is an SO(2) convolution of degree 0. Ours are oneDNN's, and torch's are MKL's,
-    which multiplies at half the speed on processors that aren't Intel's.
+
+class RadialProducts(TorchFunctionMode):
+    """Linear layers of many edges in float32 by our products, in a ``with`` block.
+
+    A linear layer is an SO(2) convolution of degree 0. Ours are oneDNN's on a CPU, and torch's are
+    MKL's, which multiplies at half the speed on processors that aren't Intel's. On a GPU ours are
+    those of tensor cores, exact to float32.
     """
 
     def __torch_function__(
@@ -905,13 +910,14 @@ class RadialProducts(TorchFunctionMode):
     def _serves(input: Any, weight: Any, bias: Any = None) -> bool:
         given = (input, weight) if bias is None else (input, weight, bias)
         return (
-            all(type(a) in PLAIN and a.is_cpu and a.dtype == torch.float32 for a in given)
+            all(type(a) in PLAIN and a.dtype == torch.float32 for a in given)
+            and all(a.device == input.device for a in given)
             and input.layout == weight.layout == torch.strided
             and input.ndim == weight.ndim == 2
             and input.shape[1] == weight.shape[1]
             and (bias is None or bias.shape == weight.shape[:1])
-            and input.shape[0] * weight.numel() >= MANY
-            and not torch.is_autocast_enabled("cpu")
+            and not torch.is_autocast_enabled(input.device.type)
+            and _repays(input, weight)
         )
 
     @staticmethod
@@ -920,12 +926,22 @@ class RadialProducts(TorchFunctionMode):
         return found.squeeze(1)
 
 
-def radial_products(x: torch.Tensor, backend: BackendName | None = None) -> Any:
-    """Return the context for a network of `x`: ours on a CPU unless a backend is asked for.
+def _repays(input: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether our product is faster than torch's."""
+    products = input.shape[0] * weight.numel()
+    if input.is_cpu:
+        return products >= MANY
+    least, results = REPAID
+    fast = torch.backends.cuda.matmul.allow_tf32
+    return input.is_cuda and not fast and products >= least and len(weight) >= results
 
-    Elsewhere it is none, so that a GPU loses no time, and torch.compile multiplies as it chooses.
+
+def radial_products(x: torch.Tensor, backend: BackendName | None = None) -> Any:
+    """Return the context for a network of `x`: ours unless a backend is asked for.
+
+    While torch.compile traces, it is none, as that multiplies as it chooses.
     """
-    ours = backend is None and x.is_cpu and not traced()
+    ours = backend is None and not traced()
     return RadialProducts() if ours else nullcontext()
 
 

@@ -492,3 +492,34 @@ def test_small_edges_of_a_convolution_keep_their_digits(radial, G, everywhere, m
         one, want = one.double().flatten(1), want.flatten(1)
         off = (one - want).norm(dim=1) / want.norm(dim=1)
         assert off.max() < 1e-6
+
+
+@pytest.mark.gpu
+def test_layers_of_many_edges_have_our_products(monkeypatch):
+    from fusedops import nn
+
+    torch.manual_seed(0)
+    served, ours = [], nn.RadialProducts._linear
+    note = staticmethod(lambda *given: served.append(given) or ours(*given))
+    monkeypatch.setattr(nn.RadialProducts, "_linear", note)
+    x = torch.randn(60_000, 128, device="cuda", requires_grad=True)
+    layers = [
+        torch.nn.Linear(128, width, device="cuda").requires_grad_(False) for width in (64, 512)
+    ]
+    cotangent = torch.randn(60_000, 512, device="cuda")
+    for layer in layers:
+        with nn.radial_products(x):
+            found = layer(x)
+        (dx,) = torch.autograd.grad(found, x, cotangent[:, : found.shape[1]])
+        exact = layer.double()
+        wide = x.detach().double().requires_grad_()
+        want = exact(wide)
+        (want_dx,) = torch.autograd.grad(want, wide, cotangent[:, : want.shape[1]].double())
+        layer.float()
+        for a, b in ((found, want), (dx, want_dx)):
+            assert float((a.double() - b).norm() / b.norm()) < 5e-7
+    assert len(served) == 1
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    with nn.radial_products(x):
+        layers[1](x)
+    assert len(served) == 1
