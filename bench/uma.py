@@ -1,12 +1,13 @@
 """A whole step of UMA: energy, forces and stress of atoms, by fairchem's model with random weights.
 
 fairchem builds the model in each of its modes, from the same seed; ours is its fastest mode with
-`fusedops.compat.fairchem`. The graph is given. fairchem's Nitro isn't among the peers, as it takes
-the weights of two published models only.
+`fusedops.compat.fairchem`, in eager calls and by `ForceStep`. The edges are given. fairchem's Nitro
+isn't among the peers, as it takes the weights of two published models only.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import numpy as np
 import fusedops
 from bench.peers import Unsuited, peer
 from bench.steps import Case, Step, backward_of
-from bench.timing import TORCH
+from bench.timing import GRAPHS, TORCH
 from fusedops import samples
 from fusedops._catalogue import BOTH, FORWARD, Steps
 from fusedops._frame.registry import BackendName
@@ -95,7 +96,7 @@ def uma(device: str) -> Step:
         _ours,
         device,
         needs=("torch", "scipy", "gemmi", "fairchem-core"),
-        hows=(TORCH,),
+        hows=(TORCH, GRAPHS),
         captured=False,
     )
 
@@ -157,7 +158,9 @@ def _with_edges(xyz: np.ndarray, numbers: np.ndarray, cell: np.ndarray) -> Atoms
 class _Model:
     """fairchem's model of some atoms, in a mode, and the steps that a bench times."""
 
-    def __init__(self, problem: Atoms, mode: str, device: str, dtype: str) -> None:
+    def __init__(
+        self, problem: Atoms, mode: str, device: str, dtype: str, forces: bool = False
+    ) -> None:
         import torch
         from fairchem.core.datasets.atomic_data import AtomicData
         from fairchem.core.models.uma.escn_md import eSCNMDBackbone
@@ -193,7 +196,8 @@ class _Model:
             **SIZES,
             otf_graph=False,
             direct_forces=False,
-            regress_forces=False,
+            regress_forces=forces,
+            regress_stress=forces,
             execution_mode=mode,
         )
         readout = torch.randn(SIZES["sphere_channels"]) / count
@@ -211,7 +215,9 @@ class _Model:
 
     def energy(self, xyz: Any, strain: Any) -> Any:
         """Return the energy of strained atoms."""
-        data = self.data.clone()
+        # A clone of fairchem's would wait for the GPU.
+        data = copy.copy(self.data)
+        vars(data)["__keys__"] = set(self.data.keys())
         turn = (strain + strain.T) / 2
         data["pos"] = xyz + xyz @ turn
         data["cell"] = self.data["cell"] + self.data["cell"] @ turn
@@ -293,9 +299,39 @@ def _ours(problem: Atoms, how: str, device: str, dtype: str, backend: BackendNam
     mode = "umas_fast_pytorch" if device == "cpu" else "umas_fast_gpu"
     compat.register(turbo=True)
     try:
-        return _Model(problem, mode, device, dtype)
+        model = _Model(problem, mode, device, dtype, forces=how == GRAPHS)
     finally:
         compat.unregister()
+    return _by_graphs(model) if how == GRAPHS else model
+
+
+def _by_graphs(model: _Model) -> Any:
+    """Return the step of a model with forces and stress by CUDA graphs."""
+    import torch
+
+    from fusedops.compat.fairchem import ForceStep
+
+    class Forces(torch.nn.Module):
+        """The energy, and its gradients by positions and strain, as fairchem's head finds them."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = model.model
+
+        def forward(self, data: Any) -> dict[str, Any]:
+            pos, cell = data["pos"], data["cell"]
+            energy = (self.backbone(data)["node_embedding"][:, 0] @ model.readout).sum()
+            dpos, dcell = torch.autograd.grad(energy, (pos, cell))
+            virial = pos.T @ dpos + cell[0].T @ dcell[0]
+            return {"energy": energy, "dpos": dpos, "dstrain": (virial + virial.T) / 2}
+
+    step = ForceStep(Forces().eval())
+
+    class Served:
+        def steps(self) -> Steps:
+            return {BOTH: lambda: tuple([x.detach() for x in step(model.data).values()])}
+
+    return Served()
 
 
 def _theirs(mode: str) -> Callable[..., Steps]:

@@ -292,7 +292,7 @@ def test_a_tensor_elsewhere_is_read_by_its_version(monkeypatch, inference, reads
         for step in range(3):
             if step == 2:
                 index[0, 0] = 1
-            uma._edges(index, NODES)
+            uma.edges_of(index, NODES)
             count.append(len(found))
     assert count == reads
 

@@ -26,6 +26,7 @@ with warnings.catch_warnings():
     from fairchem.core.units.mlip_unit.api.inference import InferenceSettings
 
 import fusedops.compat.fairchem as uma  # noqa: E402
+from fusedops.compat import _force_steps  # noqa: E402
 from fusedops.nn import SO2Convolution  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -161,7 +162,7 @@ def test_messages_multiplied_as_they_are_written(expected, registered, monkeypat
 
     def scaled(self, x, edge_index, wigner, radial, channels):
         given.append(radial)
-        edges, matrices = uma._edges(edge_index, len(x)), uma._matrices(wigner)
+        edges, matrices = uma.edges_of(edge_index, len(x)), uma._matrices(wigner)
         return rotate(x, edges, matrices, radial=radial, mmax=self.mmax), None, None
 
     monkeypatch.setattr(uma.EdgeOps, "fused_node_to_edge_conv1_pack", scaled)
@@ -258,6 +259,224 @@ def test_atoms_without_neighbors(mode):
     uma.unregister()
     assert_close([found], [energy], 1e-10)
     assert not forces.any()
+
+
+class Forces(torch.nn.Module):
+    """A backbone and a head, and the number of their calls."""
+
+    def __init__(self, backbone, head):
+        super().__init__()
+        self.backbone, self.head, self.calls = backbone, head, 0
+        self.eval().requires_grad_(False)
+
+    def forward(self, data):
+        self.calls += 1
+        return self.head(data, self.backbone(data))
+
+
+def systems(count, dtype=torch.float64, device="cpu"):
+    """Return a batch of crystals of different sizes."""
+    several = []
+    for k in range(count):
+        atoms = bulk("Cu", "fcc", a=3.9 + 0.2 * k, cubic=True)
+        atoms.numbers[:] = [29, 8, 6, 8]
+        atoms.rattle(0.1, seed=k)
+        atoms.info.update(charge=0, spin=0)
+        several.append(AtomicData.from_ase(atoms, task_name="omat", r_data_keys=["charge", "spin"]))
+    batch = atomicdata_list_to_batch(several)
+    for name in ("pos", "cell", "cell_offsets"):
+        batch[name] = batch[name].to(dtype)
+    return batch.to(device)
+
+
+@pytest.fixture
+def uncaptured(monkeypatch):
+    """Force steps on the CPU, whose replays evaluate anew."""
+
+    monkeypatch.setattr(_force_steps, "_is_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(_force_steps, "captured", lambda evaluate, device: evaluate)
+    uma.register(turbo=True)
+    yield
+    uma.unregister()
+
+
+def stepped(step, data, tolerance):
+    """Compare a step with its model, and return how often it called the model."""
+    ours = step.model
+    torch.manual_seed(0)
+    want, calls = ours(data.clone()), ours.calls
+    torch.manual_seed(0)
+    found = step(data.clone())
+    assert list(found) == list(want)
+    assert_close(found.values(), want.values(), tolerance)
+    return ours.calls - calls
+
+
+MOVES = "pos", "cell", "charge", "atomic_numbers"
+
+
+def moved(data, what):
+    """Change a batch as a simulation does."""
+    generator = torch.Generator().manual_seed(1)
+    if what == "pos":
+        move = 0.05 * torch.randn(data["pos"].shape, generator=generator, dtype=torch.float64)
+        data["pos"] = data["pos"] + move.to(data["pos"])
+    elif what == "cell":
+        data["cell"], data["pos"] = 0.96 * data["cell"], 0.96 * data["pos"]
+    elif what == "charge":
+        data["charge"] = data["charge"] + 1
+    else:
+        data["atomic_numbers"] = data["atomic_numbers"].flip(0)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("mode", ["general", "umas_fast_gpu"])
+def test_a_force_step_is_its_models(uncaptured, mode, count):
+    merged = mode != "general"
+    ours = Forces(*model(mode, regress_stress=True, prepared=merged))
+    step, data = uma.ForceStep(ours, skin=0.4), systems(count)
+    # The first call is the model's; later ones evaluate arrays, and twice with other pairs.
+    calls = [stepped(step, data, 1e-10)]
+    assert step._captured is None
+    for what in ("pos", *MOVES, "pos", "pos", "pos", "pos", "pos"):
+        calls.append(stepped(step, data, 1e-10))
+        moved(data, what)
+    assert step._captured is not None
+    assert set(calls) == {1, 2}
+    assert step(data)["forces"].grad_fn is None
+
+
+def test_a_force_step_of_given_edges(uncaptured):
+    ours = Forces(*model("umas_fast_pytorch", regress_stress=True))
+    data = systems(1)
+    found = _force_steps._copied(data)
+    found = ours.backbone._generate_graph(found)
+    ours.backbone.otf_graph = False
+    data["edge_index"], data["cell_offsets"] = found["edge_index"], found["cell_offsets"]
+    data["nedges"] = torch.tensor([72])
+    step = uma.ForceStep(ours)
+    for _ in range(3):
+        assert stepped(step, data, 1e-10) == 1
+        moved(data, "pos")
+    # Fewer edges, and then more than the graph has room for.
+    full = data["edge_index"], data["cell_offsets"]
+    for count in (10, 72, 2000):
+        some = torch.arange(count) % 72
+        data["edge_index"], data["cell_offsets"] = full[0][:, some], full[1][some]
+        data["nedges"] = torch.tensor([count])
+        assert stepped(step, data, 1e-10) == 1
+
+
+def test_a_force_step_makes_room(uncaptured):
+    ours = Forces(*model("umas_fast_pytorch", regress_stress=True))
+    step, data = uma.ForceStep(ours, skin=0.2), systems(1)
+    for _ in range(2):
+        stepped(step, data, 1e-10)
+    before = step._captured.space
+    for name in ("pos", "cell"):
+        data[name] = 0.7 * data[name]
+    stepped(step, data, 1e-10)
+    assert step._captured.space > before
+
+
+def test_many_neighbours_are_fairchems(uncaptured):
+    ours = Forces(*model("umas_fast_pytorch", regress_stress=True, max_neighbors=6))
+    step, data = uma.ForceStep(ours), systems(1)
+    calls = [stepped(step, data, 1e-10) for _ in range(3)]
+    assert calls == [1, 2, 2]
+
+
+@pytest.mark.parametrize("what", ["training", "weights", "positions", "hessian", "experts"])
+def test_a_force_step_leaves_gradients_to_the_model(uncaptured, what):
+    ours = Forces(*model("umas_fast_pytorch", regress_stress=True))
+    step, data = uma.ForceStep(ours), systems(1)
+    if what == "training":
+        step.train()
+    elif what == "weights":
+        next(ours.parameters()).requires_grad_()
+    elif what == "positions":
+        data["pos"] = 1 * data["pos"].requires_grad_()
+    elif what == "hessian":
+        ours.backbone.regress_config.hessian = True
+    else:
+        ours.backbone.mixture = type("MOLE", (torch.nn.Module,), {})()
+    for _ in range(3):
+        step(_force_steps._copied(data))
+    assert step._captured is None
+
+
+def test_a_force_step_sees_new_weights(uncaptured):
+    ours = Forces(*model("umas_fast_pytorch", regress_stress=True))
+    step, data = uma.ForceStep(ours), systems(1)
+    for _ in range(2):
+        stepped(step, data, 1e-10)
+    with torch.no_grad():
+        for p in ours.parameters():
+            p.mul_(1.1)
+    for _ in range(3):
+        stepped(step, data, 1e-10)
+    copied = pickle.loads(pickle.dumps(step))
+    assert copied._captured is None
+    assert_close(copied(data.clone()).values(), ours(data.clone()).values(), 1e-10)
+
+
+def test_bad_force_steps():
+    with pytest.raises(TypeError, match=r"ForceStep: model has 0 backbones .*; it should have one"):
+        uma.ForceStep(torch.nn.Identity())
+    with pytest.raises(ValueError, match="ForceStep: skin is 0; it should be a positive number"):
+        uma.ForceStep(Forces(*model("general")), skin=0)
+    with pytest.raises(TypeError, match="register: graphs is a str; it should be True or False"):
+        uma.register(graphs="yes")
+
+
+def test_a_predictor_has_force_steps(monkeypatch):
+    predict = pytest.importorskip("fairchem.core.units.mlip_unit.predict")
+    if not hasattr(predict, "NITRO_MODEL_ID"):
+        pytest.skip("before fairchem 2.24")
+    own = predict.MLIPPredictUnit._lazy_init, predict.MLIPPredictUnit._load_nitro_model
+    uma.register(turbo=True, graphs=True)
+    try:
+        unit = object.__new__(predict.MLIPPredictUnit)
+        predict.PredictUnit.__init__(unit)
+        unit.inference_settings = InferenceSettings(compile=True, merge_mole=True)
+        unit.move_to_device = lambda: None
+        with pytest.raises(predict.UMANitroNotSupportedError, match="graphs=True"):
+            unit._load_nitro_model(None)
+        for device, kind in (("cuda", uma.ForceStep), ("cpu", predict._ModelWrapper)):
+            backbone, head = model("general", dtype=torch.float32, prepared=False)
+            inner = predict.HydraModelV2 if hasattr(predict, "HydraModelV2") else None
+            inner = inner or sys.modules["fairchem.core.models.base"].HydraModelV2
+            unit.model, unit.device = predict._ModelWrapper(inner(backbone, {"efs": head})), device
+            monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+            unit._lazy_init(systems(1, torch.float32))
+            assert type(unit.model) is kind
+            assert type(unit.model.module) is inner
+            assert unit.inference_settings.compile
+        uma.register(turbo=True)
+        assert predict.MLIPPredictUnit._lazy_init is own[0]
+    finally:
+        uma.unregister()
+    assert (predict.MLIPPredictUnit._lazy_init, predict.MLIPPredictUnit._load_nitro_model) == own
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("mode", "dtype"), [("umas_fast_gpu", torch.float32), ("general", None)])
+def test_a_force_step_by_a_graph(mode, dtype, count):
+    dtype = dtype or torch.float64
+    uma.register(turbo=True)
+    try:
+        made = model(mode, dtype=dtype, regress_stress=True, prepared=mode != "general")
+        step = uma.ForceStep(Forces(*made).cuda(), skin=0.4)
+        data = systems(count, dtype, "cuda")
+        calls = [stepped(step, data, 10 * TOLERANCE[dtype])]
+        for what in ("pos", *MOVES, "pos", "pos", "pos", "pos", "pos"):
+            calls.append(stepped(step, data, 10 * TOLERANCE[dtype]))
+            moved(data, what)
+    finally:
+        uma.unregister()
+    # Two calls before the capture, and that.
+    assert calls == [1, 3, *[0] * 9]
 
 
 def test_a_step_of_the_bench_agrees_with_fairchem(monkeypatch):

@@ -20,61 +20,26 @@ from typing import Any, TypeVar
 
 import fusedops._frame.needs_torch
 
-import numpy as np
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 # Imported now: torch.compile can't import the bridge while it traces a call.
 import fusedops._frame.bridge  # noqa: F401
-from fusedops._frame.check import one_of, traced
+from fusedops._frame.check import flag, one_of
 from fusedops._swaps import Swap, log, of, start, stop
+from fusedops.compat._edges import edges_of
+from fusedops.compat._force_steps import ForceStep
 from fusedops.nn import SO2Convolution, radial_products
 from fusedops.so2 import PRECISIONS, Layout, gate_activation
 from fusedops.so2.op import WEIGHTS
 from fusedops.wigner import (
-    Edges,
     edge_degree_scatter,
     node_to_edge_wigner_permute,
     permute_wigner_inv_edge_to_node,
 )
 
-__all__ = ["EdgeOps", "register", "unregister"]
+__all__ = ["EdgeOps", "ForceStep", "register", "unregister"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-#: The edges of fairchem's index tensors, by number of nodes and offset.
-_read = WeakTensorKeyDictionary()
-
-
-def _edges(index: Any, num_nodes: int, offset: int | None = None) -> Any:
-    """Return the edges that an index tensor describes, made once for all layers that get it.
-
-    With an offset, the index has targets, or sources and targets, and both ends of an edge are its
-    target less the offset: fairchem sums over edges whose sources may be other processes' nodes.
-    """
-    ends = index
-    if offset is not None:
-        targets = index[1] if index.ndim == 2 else index
-        ends = (targets - offset if offset else targets).expand(2, -1)
-    if traced():
-        return ends
-    kept = _read.setdefault(index, {})
-    before, edges = kept.get((num_nodes, offset), (None, None))
-    now = None
-    if index.is_cpu:
-        # NumPy may share the memory, and writes to it without a new version.
-        same = edges is not None and all(
-            map(np.array_equal, (edges.source, edges.target), ends.numpy())
-        )
-    elif index.is_inference():
-        same = False
-    else:
-        now = index._version, index.data_ptr(), index.shape, index.stride()
-        same = now == before
-    if not same:
-        edges = Edges.read("fusedops.compat.fairchem", ends, num_nodes=num_nodes)
-        kept[num_nodes, offset] = now, edges
-    return edges
 
 
 def _matrices(wigner: Any) -> Any:
@@ -357,7 +322,7 @@ class EdgeOps:
         >>> message[0].tolist()
         [[0.0, 4.0], [2.0, 6.0], [3.0, 7.0], [1.0, 5.0]]
         """
-        edges = _edges(edge_index, x_full.shape[0])
+        edges = edges_of(edge_index, x_full.shape[0])
         return node_to_edge_wigner_permute(x_full, edges, _matrices(wigner), mmax=self.mmax)
 
     @_counted
@@ -397,7 +362,7 @@ class EdgeOps:
         >>> found[0].shape, found[1].shape
         (torch.Size([1, 4, 2]), torch.Size([1, 6]))
         """
-        edges = _edges(edge_index, x_full.shape[0])
+        edges = edges_of(edge_index, x_full.shape[0])
         matrices, here = _matrices(wigner), x_full.device.type == "cpu"
         factors = None if here else radial
         message = node_to_edge_wigner_permute(
@@ -513,7 +478,7 @@ class EdgeOps:
         ... )[..., 0].tolist()
         [[0.0, 0.0, 0.0, 0.0], [2.0, 2.0, 2.0, 2.0]]
         """
-        edges = _edges(scatter_target, num_nodes, node_offset)
+        edges = edges_of(scatter_target, num_nodes, node_offset)
         return permute_wigner_inv_edge_to_node(
             x_message, edges, _matrices(wigner_inv), num_nodes, mmax=self.mmax
         )
@@ -562,7 +527,7 @@ class EdgeOps:
         tensor([2., 1., 2., 1.])
         """
         radial = radial_output.reshape(-1, m_0_num_coefficients, sphere_channels)
-        edges = _edges(scatter_target, x.shape[0], node_offset)
+        edges = edges_of(scatter_target, x.shape[0], node_offset)
         return edge_degree_scatter(
             x, radial, edges, _matrices(wigner_inv), rescale_factor=rescale_factor
         )
@@ -625,7 +590,9 @@ def _backend(mode: str, precision: str | None) -> EdgeOps:
     return _served(mode, getattr(theirs, "theirs", theirs), precision)()
 
 
-def register(*, turbo: bool | None = None, precision: str | None = None) -> None:
+def register(
+    *, turbo: bool | None = None, precision: str | None = None, graphs: bool = False
+) -> None:
     """Serve the edge rotations of all UMA models that fairchem builds from now on.
 
     Call it in every process, before a model is built there. A second call replaces the choices of
@@ -642,13 +609,16 @@ def register(*, turbo: bool | None = None, precision: str | None = None) -> None
     precision : {None, "float32", "ieee", "tf32", "bf16"}
         Of the products in SO(2) convolutions of models that are prepared for inference; see
         `fusedops.so2_convolution`.
+    graphs : bool
+        Whether fairchem's predictors, and so its calculator, have their force steps on a GPU by
+        `ForceStep`, in the place of Nitro and torch.compile.
 
     Raises
     ------
     TypeError, ValueError
-        If `precision` is none of these.
+        If `precision` is none of these, or `graphs` no bool.
     ImportError
-        If fairchem-core is not installed, or older than 2.16.
+        If fairchem-core is not installed, or older than 2.16; or than 2.24 with `graphs`.
 
     References
     ----------
@@ -660,20 +630,30 @@ def register(*, turbo: bool | None = None, precision: str | None = None) -> None
     >>> uma.register()  # doctest: +SKIP
     """
     one_of("register", "precision", precision, PRECISIONS)
+    flag("register", "graphs", graphs)
     backends = _fairchem()
     table = backends._EXECUTION_BACKENDS
     turbo = not torch.cuda.is_available() if turbo is None else turbo
     served = [mode for mode in MODES if turbo or mode != "umas_fast_gpu"]
     stays = "" if turbo else "; umas_fast_gpu, fairchem's choice on a GPU, stays: see turbo"
     predictor = _predictor()
+    if graphs and predictor is None:
+        raise ImportError(
+            "fusedops.compat.fairchem: graphs is True; fairchem-core should be 2.24 or newer then",
+            name="fairchem",
+        )
     with _lock:
         start(PROGRAM, [mode.value for mode in table if mode.value in served], stays)
         for mode, backend in table.items():
             theirs = getattr(backend, "theirs", backend)
             ours = mode.value in served
             table[mode] = _served(mode.value, theirs, precision) if ours else theirs
-        if predictor and not hasattr(predictor._load_nitro_model, "theirs"):
-            predictor._load_nitro_model = _watched(predictor._load_nitro_model)
+        _restore(predictor)
+        if predictor:
+            load = _declined if graphs else _watched
+            predictor._load_nitro_model = load(predictor._load_nitro_model)
+        if graphs:
+            predictor._lazy_init = _stepped(predictor._lazy_init)
 
 
 def _predictor() -> Any:
@@ -702,6 +682,44 @@ def _watched(load: F) -> F:
     return watched  # type: ignore[return-value]
 
 
+def _declined(load: F) -> F:
+    """Return fairchem's method that loads a model of Nitro, which a `ForceStep` replaces."""
+
+    @functools.wraps(load)
+    def declined(*args: Any, **kwargs: Any) -> Any:
+        error = sys.modules[PREDICTOR].UMANitroNotSupportedError
+        raise error("fusedops.compat.fairchem.register(graphs=True) has asked for its own graphs")
+
+    declined.theirs = load  # type: ignore[attr-defined]
+    return declined  # type: ignore[return-value]
+
+
+def _stepped(prepare: F) -> F:
+    """Return fairchem's method that prepares a predictor, with a `ForceStep` on a GPU."""
+
+    @functools.wraps(prepare)
+    def prepared(self: Any, data: Any) -> None:
+        if torch.device(self.device).type != "cuda":
+            prepare(self, data)
+            return
+        compiles, self.inference_settings.compile = self.inference_settings.compile, False
+        try:
+            prepare(self, data)
+        finally:
+            self.inference_settings.compile = compiles
+        self.model = ForceStep(self.model)
+
+    prepared.theirs = prepare  # type: ignore[attr-defined]
+    return prepared  # type: ignore[return-value]
+
+
+def _restore(predictor: Any) -> None:
+    """Give fairchem's predictor its own methods."""
+    for name in ("_load_nitro_model", "_lazy_init"):
+        if theirs := getattr(getattr(predictor, name, None), "theirs", None):
+            setattr(predictor, name, theirs)
+
+
 def unregister() -> None:
     """Give every execution mode the backend that it had before `register`.
 
@@ -722,5 +740,4 @@ def unregister() -> None:
         for mode, ours in table.items():
             if issubclass(ours, EdgeOps):
                 table[mode] = ours.theirs
-        if theirs := getattr(getattr(predictor, "_load_nitro_model", None), "theirs", None):
-            predictor._load_nitro_model = theirs
+        _restore(predictor)

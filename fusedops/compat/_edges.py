@@ -1,0 +1,69 @@
+"""The edges that fairchem's index tensors describe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fusedops._frame.needs_torch  # noqa: F401
+
+import numpy as np
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fusedops._frame.check import traced
+from fusedops.wigner import Edges
+from fusedops.wigner.plan import grouped_ends
+
+#: The edges of fairchem's index tensors, by number of nodes and offset.
+_read = WeakTensorKeyDictionary()
+
+
+def edges_of(index: Any, num_nodes: int, offset: int | None = None) -> Any:
+    """Return the edges that an index tensor describes, made once for all layers that get it.
+
+    With an offset, the index has targets, or sources and targets, and both ends of an edge are its
+    target less the offset: fairchem sums over edges whose sources may be other processes' nodes.
+    """
+    ends = index
+    if offset is not None:
+        targets = index[1] if index.ndim == 2 else index
+        ends = (targets - offset if offset else targets).expand(2, -1)
+    if traced():
+        return ends
+    kept = _read.setdefault(index, {})
+    before, edges = kept.get((num_nodes, offset), (None, None))
+    now = _state(index)
+    if index.is_cpu:
+        # NumPy may share the memory, and writes to it without a new version.
+        same = edges is not None and all(
+            map(np.array_equal, (edges.source, edges.target), ends.numpy())
+        )
+    else:
+        same = now is not None and now == before
+    if not same:
+        edges = Edges.read("fusedops.compat.fairchem", ends, num_nodes=num_nodes)
+        kept[num_nodes, offset] = now, edges
+    return edges
+
+
+def _state(index: Any) -> Any:
+    """Return what changes with a write to an index tensor; None where nothing does."""
+    if index.is_cpu or index.is_inference():
+        return None
+    return index._version, index.data_ptr(), index.shape, index.stride()
+
+
+def targets_of(index: Any, num_nodes: int) -> Any:
+    """Return the targets of edges whose ends are known to be nodes.
+
+    `edges_of` finds the edges of both tensors then, in a CUDA graph too, where it reads no others.
+    """
+    targets = index[1]
+    bad = torch.zeros_like(index, dtype=torch.bool)
+    by_source, source_ptr, by_target, target_ptr = grouped_ends(index, bad, num_nodes)
+    sums, sizes = (by_target, target_ptr), [num_nodes, index.shape[1]]
+    edges = Edges.from_tensors([*index, by_source, source_ptr, *sums], sizes)
+    summed = Edges.from_tensors([targets, targets, *sums, *sums], sizes)
+    for tensor, offset, found in ((index, None, edges), (index, 0, summed), (targets, 0, summed)):
+        _read.setdefault(tensor, {})[num_nodes, offset] = _state(tensor), found
+    return targets

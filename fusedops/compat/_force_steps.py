@@ -1,0 +1,330 @@
+"""Force steps of fairchem's UMA models by CUDA graphs: a replay finds edges, energy and forces.
+
+A graph's arrays have fixed sizes, so there is room for some more edges. A place without an edge
+holds one of an atom to itself, of twice the cutoff's length, where the envelope is zero. fairchem
+finds the pairs of atoms up to the cutoff and a skin; in every step the graph takes the edges from
+them, until an atom has moved by half of the skin (Verlet, Phys. Rev. 159 (1967) 98).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import fusedops._frame.needs_torch  # noqa: F401
+
+import torch
+
+from fusedops._frame.check import positive, refuse, traced
+from fusedops.compat._edges import targets_of
+
+#: The names in fairchem's data of what depends on edges.
+EDGES = frozenset(("edge_index", "cell_offsets", "nedges", "scatter_target"))
+
+#: More neighbours than an atom has.
+_ALL = 1 << 20
+
+
+class ForceStep(torch.nn.Module):
+    """A model of fairchem's whose force steps are replayed as CUDA graphs.
+
+    The second of two calls with as many atoms and systems captures a graph, which later calls
+    replay; atoms, elements, cells, charges and spins may change between. A replay takes the time of
+    the GPU's kernels alone. It gives the model's results, without gradients, and is served where
+    the model would give forces without gradients too: for tensors on a GPU, in evaluation, with
+    frozen weights, without Hessians and without a mixture of experts that isn't merged. All else,
+    such as an atom with more neighbours than fairchem keeps, is served by the model itself.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A function of fairchem's ``AtomicData`` with one ``eSCNMDBackbone``, prepared for inference.
+    skin : float
+        Å. With more, pairs are found less often, and more of them are looked at in every step.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `model` has no such backbone, or `skin` is not a positive number.
+
+    Notes
+    -----
+    A changed cell, as in simulations at constant pressure, has its pairs found anew in every step.
+    A graph keeps the memory of a step. Weights may change in place; the step is captured anew.
+
+    Examples
+    --------
+    >>> from fusedops.compat.fairchem import ForceStep
+    >>> step = ForceStep(model)  # doctest: +SKIP
+    >>> forces = step(data)["forces"]  # doctest: +SKIP
+    """
+
+    def __init__(self, model: torch.nn.Module, *, skin: float = 1.0) -> None:
+        super().__init__()
+        self.model = model
+        self.skin = positive("ForceStep", "skin", skin)
+        if len(_backbones(model)) != 1:
+            was = f"has {len(_backbones(model))} backbones of the class eSCNMDBackbone"
+            refuse(TypeError, "ForceStep", "model", was, "have one")
+        self._seen: Any = None
+        self._captured: _Captured | None = None
+        self.train(model.training)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # No copy of a graph can be made.
+        return {**vars(self), "_seen": None, "_captured": None}
+
+    @property
+    def module(self) -> Any:
+        """The model that fairchem's predictor asks for tasks."""
+        return self.model.module
+
+    def forward(self, data: Any) -> Any:
+        """Return what the model returns."""
+        kind = self._kind(data)
+        if kind is None or kind != self._seen:
+            self._seen, self._captured = kind, None
+            return self.model(data)
+        found = None if self._captured is None else self._captured.step(data)
+        if found is None:
+            # Its memory serves the next one.
+            self._captured = None
+            self._captured = _Captured(self.model, data, self.skin)
+            found = self._captured.step(data)
+        # A new graph has room.
+        assert found is not None
+        return found.outputs if found.serves else self.model(data)
+
+    def _kind(self, data: Any) -> Any:
+        """Return all that a graph depends on but values, or None where no graph serves."""
+        (backbone,) = _backbones(self.model)
+        parameters = list(self.model.parameters())
+        asked = backbone.regress_config
+        parallel = sys.modules.get("fairchem.core.common.gp_utils")
+        if (
+            self.training
+            or traced()
+            or not _is_on_gpu(data["pos"])
+            or not (asked.forces or asked.stress)
+            or asked.direct_forces
+            or asked.hessian
+            or any([p.requires_grad for p in parameters])
+            # A caller may want gradients that go on from here.
+            or any([data[name].grad_fn is not None for name in ("pos", "cell")])
+            or any([type(m).__name__.startswith("MOLE") for m in backbone.modules()])
+            or (parallel is not None and parallel.initialized())
+        ):
+            return None
+        return (
+            [(name, x.shape, x.dtype, x.device) for name, x in _inputs(data)],
+            list(data["dataset"]) if "dataset" in data else None,
+            [(p.data_ptr(), p._version) for p in parameters],
+            (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+        )
+
+
+def _backbones(model: Any) -> list[Any]:
+    names = [(m, [of.__name__ for of in type(m).__mro__]) for m in model.modules()]
+    return [m for m, classes in names if "eSCNMDBackbone" in classes]
+
+
+def _is_on_gpu(tensor: Any) -> bool:
+    return bool(tensor.is_cuda) and not torch.cuda.is_current_stream_capturing()
+
+
+def _inputs(data: Any) -> list[tuple[str, Any]]:
+    """Return the tensors that a graph reads, by name."""
+    given = [(name, data[name]) for name in sorted(data.keys()) if name not in EDGES]
+    return [(name, x) for name, x in given if isinstance(x, torch.Tensor)]
+
+
+def _copied(data: Any) -> Any:
+    """Return data to write to, with the same tensors; fairchem's own copy waits for the GPU."""
+    found = copy.copy(data)
+    if not isinstance(data, dict):
+        vars(found)["__keys__"] = set(data.keys())
+    return found
+
+
+class _Found:
+    """The results of a step, and whether they are the model's."""
+
+    def __init__(self, outputs: Any, serves: bool) -> None:
+        self.outputs, self.serves = outputs, serves
+
+
+class _Captured:
+    """A graph of a model's step, for data of one kind, and the arrays that it reads and writes."""
+
+    def __init__(self, model: Any, data: Any, skin: float) -> None:
+        self.model, self.skin = model, skin
+        (self.backbone,) = _backbones(model)
+        self.data = _copied(data)
+        for name, x in _inputs(data):
+            self.data[name] = x.detach().clone()
+        pos, cell = self.data["pos"], self.data["cell"]
+        pairs, offsets = self._pairs(data)
+        vectors = _vectors(pos, cell, self.data["batch"], pairs[0], pairs[1], offsets)
+        edges = int((vectors.square().sum(1) < self.backbone.cutoff**2).sum())
+        #: Places of edges, and of pairs.
+        self.space = edges + edges // 64 + 128
+        room = pairs.shape[1] + pairs.shape[1] // 16 + 1024
+        self.pairs = pairs.new_zeros(2, room)
+        self.offsets = pos.new_zeros(room, 3)
+        self.is_pair = torch.zeros(room, dtype=torch.bool, device=pos.device)
+        self.origin, self.box = pos.clone(), cell.clone()
+        self.place = torch.arange(self.space, device=pos.device)
+        # One atom after the other, since a sum over an atom's edges is one program's.
+        self.blank = torch.arange(self.space + 1, device=pos.device) % len(pos)
+        self.embedded = self._embedded(data)
+        self._keep(data, pairs, offsets)
+        self.outputs: Any = None
+        self.report: Any = None
+        self.run = captured(self._evaluate, pos.device)
+
+    def _embedded(self, data: Any) -> Any:
+        """Return the datasets' embedding, which fairchem looks up by a number of the host."""
+        if not self.backbone.use_dataset_embedding:
+            return None
+        with torch.no_grad():
+            return self.backbone.dataset_embedding(data["dataset"])
+
+    def _pairs(self, data: Any) -> tuple[Any, Any]:
+        """Return the pairs of atoms up to cutoff and skin, or the edges that are given."""
+        backbone = self.backbone
+        if not backbone.otf_graph:
+            return data["edge_index"], data["cell_offsets"].to(data["pos"])
+        wide = backbone.cutoff + self.skin
+        with torch.no_grad(), _replaced(backbone, cutoff=wide, max_neighbors=_ALL):
+            found = backbone._generate_graph(_copied(data))
+        offsets = found["cell_offsets"]
+        # Atoms without neighbours get an edge without an offset.
+        return found["edge_index"][:, : len(offsets)], offsets.to(data["pos"])
+
+    def _keep(self, data: Any, pairs: Any, offsets: Any) -> bool:
+        """Write pairs into the graph's arrays, if they have the room."""
+        count = pairs.shape[1]
+        if count > len(self.is_pair):
+            return False
+        self.pairs[:, :count] = pairs
+        self.offsets[:count] = offsets
+        self.is_pair[:count] = True
+        self.is_pair[count:] = False
+        self.origin.copy_(data["pos"].detach())
+        self.box.copy_(data["cell"].detach())
+        return True
+
+    def step(self, data: Any) -> _Found | None:
+        """Return the results of a step, or None if the graph has no room for it."""
+        given = not self.backbone.otf_graph
+        with torch.no_grad():
+            for name, x in _inputs(data):
+                self.data[name].copy_(x)
+            if given and not self._keep(data, *self._pairs(data)):
+                return None
+            self.run()
+            edges, most, moved, strained = self.report.tolist()
+            if not given and (4 * moved > self.skin**2 or strained > 0):
+                if not self._keep(data, *self._pairs(data)):
+                    return None
+                self.run()
+                edges, most, _, _ = self.report.tolist()
+        if edges > self.space:
+            return None
+        serves = given or most <= self.backbone.max_neighbors
+        return _Found(_each(self.outputs, torch.clone), serves)
+
+    def _evaluate(self) -> None:
+        """Evaluate the model on the arrays."""
+        data = _copied(self.data)
+        for name, x in _inputs(data):
+            data[name] = x.detach()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_replaced(self.backbone, _generate_graph=self._edges))
+            if self.embedded is not None:
+                looked_up = _replaced(
+                    self.backbone.dataset_embedding, forward=lambda _: self.embedded
+                )
+                stack.enter_context(looked_up)
+            self.outputs = _each(self.model(data), torch.detach)
+
+    def _edges(self, data: Any) -> dict[str, Any]:
+        """Return fairchem's description of edges, made of the pairs within the cutoff."""
+        pos, cell, batch = data["pos"], data["cell"], data["batch"]
+        cutoff, space = self.backbone.cutoff, self.space
+        with torch.no_grad():
+            vectors = _vectors(pos, cell, batch, self.pairs[0], self.pairs[1], self.offsets)
+            inside = self.is_pair & (vectors.square().sum(1) < cutoff**2)
+            count = inside.cumsum(0)
+            # Those without a place share the last one, which is cut off.
+            at = torch.where(inside, (count - 1).clamp(max=space), space)
+            source, target = (self.blank.scatter(0, at, ends)[:space] for ends in self.pairs)
+            offsets = pos.new_zeros(space + 1, 3).index_copy(0, at, self.offsets)[:space]
+            is_edge = self.place < count[-1]
+            offsets = torch.where(is_edge[:, None], offsets, 0)
+            far = torch.where(is_edge, 0, 2.0 * cutoff).to(pos)
+            degrees = torch.zeros_like(pos[:, 0]).index_add(0, self.pairs[1], inside.to(pos))
+            numbers = (
+                count[-1],
+                degrees.max(),
+                (pos - self.origin).square().sum(1).max(),
+                (cell - self.box).abs().max(),
+            )
+            self.report = torch.stack([number.double() for number in numbers])
+        vectors = _vectors(pos, cell, batch, source, target, offsets)
+        vectors = vectors + torch.nn.functional.pad(far[:, None], (0, 2))
+        index = torch.stack([source, target])
+        data["scatter_target"] = targets_of(index, len(pos))
+        return {
+            "edge_index": index,
+            "edge_distance": torch.linalg.norm(vectors, dim=-1),
+            "edge_distance_vec": vectors,
+        }
+
+
+def _vectors(pos: Any, cell: Any, batch: Any, source: Any, target: Any, offsets: Any) -> Any:
+    """Return the vectors from targets to the sources' images."""
+    if len(cell) == 1:
+        shifts = offsets @ cell[0]
+    else:
+        of = cell.index_select(0, batch.index_select(0, target))
+        shifts = (offsets[:, None] @ of).squeeze(1)
+    return pos.index_select(0, source) - pos.index_select(0, target) + shifts
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Give an object other attributes of its own in a ``with`` block."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del vars(owner)[name]
+        vars(owner).update(before)
+
+
+def _each(outputs: Any, function: Callable[[Any], Any]) -> Any:
+    """Return outputs with a function of each tensor."""
+    if isinstance(outputs, dict):
+        return {name: _each(value, function) for name, value in outputs.items()}
+    return function(outputs) if isinstance(outputs, torch.Tensor) else outputs
+
+
+def captured(evaluate: Callable[[], None], device: Any) -> Callable[[], None]:
+    """Return the replay of a CUDA graph of a function, called before to compile kernels."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            evaluate()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        evaluate()
+    return graph.replay
