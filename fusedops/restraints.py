@@ -218,7 +218,8 @@ class ModelGeometry:
         The number of restraints, by kind, that are left out because the library gives no ideal, or
         no sigma above zero, as of torsions that the planes of rings hold.
     warnings : list of str
-        gemmi's, of links that the library or the model lacks, and the like.
+        gemmi's, of links that the library or the model lacks, and the like; and links to images in
+        the crystal, which have no restraints.
 
     Examples
     --------
@@ -326,6 +327,10 @@ def read_geometry(folder: str | os.PathLike, structure: Structure) -> ModelGeome
     unknown = {number[atom.serial] for atom, name in atoms if name not in known}
     prolines = {number[atom.serial] for atom, name in atoms if name == "PRO"}
     unusable: Counter[str] = Counter()
+    of_images, links = _links_to_images(topology, model.cell)
+
+    def at_home(kind: str, listed: Iterable[Any]) -> list[Any]:
+        return [found for place, found in enumerate(listed) if (kind, place) not in of_images]
 
     def table(kind: str, atoms: int, rows: Iterable[tuple[Any, ...]]) -> dict[str, np.ndarray]:
         """Return columns of (gemmi's restraint, ideal, sigma, further columns)."""
@@ -347,7 +352,7 @@ def read_geometry(folder: str | os.PathLike, structure: Structure) -> ModelGeome
         }
 
     def torsions() -> Iterable[tuple[Any, ...]]:
-        for torsion in topology.torsions:
+        for torsion in at_home("Torsion", topology.torsions):
             of, label = torsion.restr, torsion.restr.label.lower()
             if label == "omega":
                 cis = _CIS_PROLINE if number[torsion.atoms[2].serial] in prolines else _CIS
@@ -357,13 +362,16 @@ def read_geometry(folder: str | os.PathLike, structure: Structure) -> ModelGeome
 
     def chirals() -> Iterable[tuple[Any, ...]]:
         signs = {gemmi.ChiralityType.Positive: 1.0, gemmi.ChiralityType.Negative: -1.0}
-        for centre in topology.chirs:
+        for centre in at_home("Chirality", topology.chirs):
             volume = signs.get(centre.restr.sign, 0.0) * topology.ideal_chiral_abs_volume(centre)
             yield centre, volume, _CHIRAL_SIGMA
 
+    def gaussian(kind: str, listed: Iterable[Any]) -> Iterable[tuple[Any, ...]]:
+        return ((found, found.restr.value, found.restr.esd) for found in at_home(kind, listed))
+
     columns = {
-        "bonds": table("bonds", 2, ((t, t.restr.value, t.restr.esd) for t in topology.bonds)),
-        "angles": table("angles", 3, ((t, t.restr.value, t.restr.esd) for t in topology.angles)),
+        "bonds": table("bonds", 2, gaussian("Bond", topology.bonds)),
+        "angles": table("angles", 3, gaussian("Angle", topology.angles)),
         "torsions": table("torsions", 4, torsions()),
         "chirals": table("chirals", 4, chirals()),
     }
@@ -374,7 +382,28 @@ def read_geometry(folder: str | os.PathLike, structure: Structure) -> ModelGeome
     columns["b_pairs"] = {"indices": pairs, "sigmas": np.full(len(pairs), _B_SIGMA)}
     skipped = Counter({name: count for name, count in names.items() if name not in known})
     missing = [str(address) for address in topology.find_missing_atoms(False)]
-    return ModelGeometry(columns, skipped, missing, unusable, warnings.getvalue().splitlines())
+    told = warnings.getvalue().splitlines()
+    for link in links:
+        first, second = (structure.labels[number[serial]] for serial in link)
+        told.append(f"the link of {first} and an image of {second} has no restraints")
+    return ModelGeometry(columns, skipped, missing, unusable, told)
+
+
+def _links_to_images(
+    topology: Any, cell: Any
+) -> tuple[set[tuple[str, int]], list[tuple[int, int]]]:
+    """Return kinds and places of the restraints of links to images, and the serials of their atoms.
+
+    gemmi lists them with the atoms of the file, which may be anywhere.
+    """
+    found, links = set(), []
+    for link in topology.extras:
+        bond = topology.first_bond_in_link(link)
+        first, second = bond.atoms if bond else (link.res1[0], link.res2[0])
+        if not cell.find_nearest_image(first.pos, second.pos, link.asu).same_asu():
+            found |= {(rule.rkind.name, rule.index) for rule in link.link_rules}
+            links.append((first.serial, second.serial))
+    return found, links
 
 
 def _periodic(periods: Any, opposite: Any) -> dict[str, np.ndarray]:

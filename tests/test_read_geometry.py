@@ -167,6 +167,60 @@ def test_without_links(load, library):
     assert "ignoring link 'CIS' as it is not in the monomer library" in found.warnings[0]
 
 
+@pytest.mark.parametrize(
+    ("record", "far"),
+    [
+        # Operations, none because older files have none, and the same one.
+        ("SSBOND   1 XYZ A    1    XYZ B    2                          1555   2656  2.0", True),
+        ("SSBOND   1 XYZ A    1    XYZ B    2", True),
+        ("SSBOND   1 XYZ A    1    XYZ B    2                          1555   1555  2.0", False),
+        ("SSBOND   1 XYZ A    1    XYZ A    1                          1555   2555  2.0", True),
+    ],
+)
+def test_links_to_images_have_no_restraints(load, library, record, far):
+    """The atoms of such a link may be at opposite ends of the model."""
+    cell = "CRYST1   30.000   30.000   30.000  90.00  90.00  90.00 P 1 2 1       2\n"
+    second = "29 2 29 SG 28 2 29" if far else "-1 2 1 SG -2 2 1"
+    atoms = pdb("XYZ 1 CB 1 2 1 SG 1.5 3 1", f"XYZ B2 CB {second}")
+    folder = library(
+        **{
+            "x/XYZ": monomer("XYZ", "CB C CH2\nSG S SH1", "CB SG single 1.8 0.02"),
+            "links_and_mods": "data_link_list\n"
+            + loop(
+                "chem_link",
+                "id comp_id_1 mod_id_1 group_comp_1 comp_id_2 mod_id_2 group_comp_2 name",
+                "SS XYZ . . XYZ . . SS",
+            )
+            + "data_link_SS\n"
+            + loop(
+                "chem_link_bond",
+                "link_id atom_1_comp_id atom_id_1 atom_2_comp_id atom_id_2 type value_dist "
+                "value_dist_esd",
+                "SS 1 SG 2 SG single 2.0 0.02",
+            )
+            + loop(
+                "chem_link_angle",
+                "link_id atom_1_comp_id atom_id_1 atom_2_comp_id atom_id_2 atom_3_comp_id "
+                "atom_id_3 value_angle value_angle_esd",
+                "SS 1 CB 1 SG 2 SG 104 2",
+            ),
+        }
+    )
+    structure = load(cell + record + "\n" + atoms)
+    found = read_geometry(folder, structure)
+    counts = [len(found.columns[kind]["indices"]) for kind in ("bonds", "angles")]
+    other = "A/XYZ 1" if record.count("A ") == 2 else "B/XYZ 2"
+    if far:
+        assert counts == [2, 0]
+        assert found.warnings[-1] == (
+            f"the link of A/XYZ 1 SG and an image of {other} SG has no restraints"
+        )
+    else:
+        assert counts == [3, 1]
+        assert not any("image" in warning for warning in found.warnings)
+    fusedops.Restraints(**found.columns, num_atoms=4)
+
+
 def test_refusals(load, library, tmp_path):
     structure = load(pdb(residue("XYZ", 1)))
     with pytest.raises(StructureError, match="there is no such folder; it should be a monomer lib"):
