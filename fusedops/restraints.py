@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from fusedops._frame.check import indices, of_shape, positive, refuse, values
 from fusedops.structure import (
     _PLANES,
     SIGMA,
@@ -23,6 +24,7 @@ from fusedops.structure import (
     _gemmi,
     _numbered,
     _read_source,
+    checked_xyz,
 )
 
 __all__ = [
@@ -54,6 +56,8 @@ _BOND_SIGMA, _ANGLE_SIGMA, _FLAT = 0.02, 2.0, 1.0
 
 # TorchRef's standard deviation of contacts, and its distance of hydrogen bonds, Å.
 _CONTACT_SIGMA, _HYDROGEN_BOND = 0.3, 2.85
+# The farthest contact, Å: beyond it a list would fill the memory.
+_FARTHEST_CONTACT = 50.0
 # gemmi's distance of an atom from its image, Å, below which it lies on a special position.
 _SPECIAL = 0.8
 
@@ -119,9 +123,9 @@ def read_restraints(path: str | os.PathLike) -> Restraints:
 
 def _restrained(block: Any) -> list[str]:
     """Return the components with restraints of any kind."""
-    for values in ("_chem_comp_bond.value_dist", "_chem_comp_atom.type_energy"):
-        if block.find_values(values):
-            category = values.partition(".")[0]
+    for name in ("_chem_comp_bond.value_dist", "_chem_comp_atom.type_energy"):
+        if block.find_values(name):
+            category = name.partition(".")[0]
             return [row.str(0) for row in block.find([f"{category}.comp_id"])]
     return []
 
@@ -607,6 +611,9 @@ def find_contacts(
 
     Raises
     ------
+    TypeError, ValueError, IndexError
+        An array has another dtype or shape; coordinates aren't finite; `bonds` has an atom that the
+        structure lacks; or `within` isn't from 0 to 50 Å.
     ImportError
         gemmi isn't installed.
 
@@ -623,7 +630,20 @@ def find_contacts(
     >>> contacts["indices"].shape[0] > 683
     True
     """
-    gemmi = _gemmi()
+    gemmi, op = _gemmi(), "find_contacts"
+    count = len(structure.xyz)
+    if xyz is not None:
+        xyz = checked_xyz(op, structure, xyz)
+    bonds = values(op, "bonds", indices(op, "bonds", bonds))
+    of_shape(op, "bonds", bonds, ("n", 2))
+    bad = ((bonds < 0) | (bonds >= count)).any(axis=1)
+    if bad.any():
+        first = int(bad.argmax())
+        was = f"is {bonds[first].tolist()}"
+        refuse(IndexError, op, f"bonds[{first}]", was, f"be from 0 to {count - 1}")
+    if not positive(op, "within", within) <= _FARTHEST_CONTACT:
+        should = f"be at most {_FARTHEST_CONTACT:g} Å"
+        refuse(ValueError, op, "within", f"is {within!r}", should)
     order = structure._order.tolist()
     copy = _numbered(structure, xyz)
     model, cell = copy[0], copy.cell

@@ -18,7 +18,14 @@ import numpy as np
 from fusedops._frame.arrays import ArrayT, namespace
 from fusedops._frame.check import as_array, is_tensor, of_shape, refuse, values
 from fusedops.maps import MapGrid
-from fusedops.structure import Structure, StructureError, _gemmi, _numbered, _read_source
+from fusedops.structure import (
+    Structure,
+    StructureError,
+    _gemmi,
+    _numbered,
+    _read_source,
+    checked_xyz,
+)
 
 __all__ = [
     "Amplitudes",
@@ -224,7 +231,8 @@ def solvent_mask(structure: Structure, grid: MapGrid, xyz: np.ndarray | None = N
     StructureError
         An atom is of an unknown element, whose radius nobody knows.
     ValueError
-        The grid is of a box; or coordinates have another shape, or aren't finite.
+        The grid is of a box; or coordinates have another shape, aren't finite, or are beyond
+        1,000,000 Å.
 
     Notes
     -----
@@ -249,12 +257,7 @@ def solvent_mask(structure: Structure, grid: MapGrid, xyz: np.ndarray | None = N
     if grid.spacegroup is None:
         raise ValueError("solvent_mask: grid is of a box; it should be of a crystal")
     if xyz is not None:
-        xyz = np.asarray(xyz, np.float64)
-        if xyz.shape != structure.xyz.shape or not np.isfinite(xyz).all():
-            raise ValueError(
-                f"solvent_mask: xyz has shape {xyz.shape}; it should be finite, of shape "
-                f"{structure.xyz.shape}"
-            )
+        xyz = checked_xyz("solvent_mask", structure, xyz)
     copy = _numbered(structure, xyz)
     atoms = [atom for chain in copy[0] for residue in chain for atom in residue]
     unknown = [atom.serial for atom in atoms if atom.element.atomic_number == 0]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from fusedops._frame.check import refuse, values
 from fusedops._host.packages import how_to_install
 
 if TYPE_CHECKING:
@@ -591,6 +592,36 @@ def _numbered(structure: Structure, xyz: np.ndarray | None = None) -> Any:
         if xyz is not None:
             atom.pos = gemmi.Position(*xyz[number])
     return copy
+
+
+def checked_xyz(op: str, structure: Structure, xyz: Any) -> np.ndarray:
+    """Return coordinates in place of a structure's, or raise ValueError if they can't be.
+
+    Parameters
+    ----------
+    op : str
+        The function that errors name.
+    structure : Structure
+    xyz : (N, 3) array
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> ubiquitin = read_structure(files("fusedops") / "data/1ubi.pdb")
+    >>> checked_xyz("f", ubiquitin, ubiquitin.xyz + 1.0)[0].tolist()
+    [28.343, 25.294, 3.683]
+    """
+    xyz = values(op, "xyz", xyz)
+    if xyz.dtype.kind not in "fiu":
+        refuse(TypeError, op, "xyz", f"has dtype {xyz.dtype}", "be real numbers")
+    if xyz.shape != structure.xyz.shape:
+        refuse(ValueError, op, "xyz", f"has shape {xyz.shape}", f"be {structure.xyz.shape}")
+    bad = ~(abs(xyz) <= FARTHEST).all(axis=1)
+    if bad.any():
+        first = int(bad.argmax())
+        was = f"is {xyz[first].tolist()}"
+        refuse(ValueError, op, f"xyz[{first}]", was, f"be finite, and within {FARTHEST:,.0f} Å")
+    return xyz.astype(np.float64)
 
 
 def _file_order(gemmi_serials: list[int], file_serials: list[int]) -> np.ndarray:

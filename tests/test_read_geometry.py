@@ -291,3 +291,40 @@ def test_an_atom_on_a_special_position_does_not_meet_itself(load):
     moved = np.einsum("nij,nj->ni", operations[:, :, :3], x) + operations[:, :, 3]
     assert len(x) > 2
     assert np.linalg.norm(moved - x, axis=1).min() > 5
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"xyz": np.zeros((1, 3))}, ValueError, r"xyz has shape \(1, 3\); it should be \(2, 3\)"),
+        (
+            {"xyz": [[0, 0, 0], [0, np.nan, 0]]},
+            ValueError,
+            r"xyz\[1\] is .*nan.*; it should be fini",
+        ),
+        (
+            {"xyz": [[0, 1e30, 0], [0, 0, 0]]},
+            ValueError,
+            r"xyz\[0\] is .*; it should be finite, and",
+        ),
+        ({"xyz": "12"}, TypeError, "xyz"),
+        ({"bonds": None}, TypeError, "bonds is None"),
+        ({"bonds": np.array([[0.0, 1.5]])}, TypeError, "bonds has dtype float64"),
+        ({"bonds": np.array([[0, 1, 1]])}, ValueError, r"bonds has shape \(1, 3\)"),
+        (
+            {"bonds": np.array([[0, 1], [0, 2]])},
+            IndexError,
+            r"bonds\[1\] is \[0, 2\]; .* from 0 to 1",
+        ),
+        ({"bonds": np.array([[0, -1]])}, IndexError, r"bonds\[0\] is \[0, -1\]; .* from 0 to 1"),
+        ({"within": np.nan}, ValueError, "within is nan"),
+        ({"within": -1.0}, ValueError, "within is -1"),
+        ({"within": np.inf}, ValueError, "within is inf"),
+        ({"within": 1e3}, ValueError, "within is 1000.0; it should be at most 50"),
+        ({"within": "6"}, ValueError, "within is .6.; it should be a positive number"),
+    ],
+)
+def test_refusals_of_contacts(load, given, error, message):
+    structure = load(pdb("LIG 1 C1 0 0 0 C2 3 0 0"))
+    with pytest.raises(error, match=f"^find_contacts: {message}"):
+        find_contacts(structure, **{"bonds": np.empty((0, 2), int), **given})

@@ -245,9 +245,9 @@ def test_refusals_of_a_mask(load):
 
     with pytest.raises(StructureError, match="A/LIG 1 C1 is of an unknown element"):
         masked(load, "LIG 1 C1 5 5 5", change=unknown)
-    with pytest.raises(ValueError, match=r"xyz has shape \(2, 3\); it should be finite, of shape"):
+    with pytest.raises(ValueError, match=r"xyz has shape \(2, 3\); it should be \(1, 3\)"):
         masked(load, "LIG 1 C1 5 5 5", xyz=np.zeros((2, 3)))
-    with pytest.raises(ValueError, match=r"xyz has shape \(1, 3\); it should be finite, of shape"):
+    with pytest.raises(ValueError, match=r"xyz\[0\] is \[nan, nan, nan\]; it should be fin"):
         masked(load, "LIG 1 C1 5 5 5", xyz=np.full((1, 3), np.nan))
     structure = load(pdb("LIG 1 C1 5 5 5"))
     with pytest.raises(ValueError, match="grid is of a box; it should be of a crystal"):
