@@ -594,7 +594,9 @@ def find_contacts(
         have no contacts; nor have two alternatives with each other.
     bonds : (n, 2) array of int
         Such as ``columns["bonds"]["indices"]`` of `read_geometry`: atoms that up to three bonds
-        join are not in contact.
+        join are not in contact. An atom that they lack, as of residues that `read_geometry` skips,
+        counts as bonded to atoms no further in the file than covalent radii and 0.4 Å, unless it is
+        a residue's only one, as of waters and ions.
     xyz : (N, 3) array, optional
         Coordinates in Å in place of the structure's.
     within : float
@@ -626,9 +628,9 @@ def find_contacts(
     >>> from importlib.resources import files
     >>> from fusedops.structure import read_structure
     >>> structure = read_structure(files("fusedops") / "data/1ubi.pdb")
-    >>> contacts = find_contacts(structure, np.empty((0, 2), int), within=3.0)
-    >>> contacts["indices"].shape[0] > 683
-    True
+    >>> bonds = derive_geometry(structure).columns["bonds"]["indices"]
+    >>> find_contacts(structure, bonds)["indices"].shape
+    (11964, 2)
     """
     gemmi, op = _gemmi(), "find_contacts"
     count = len(structure.xyz)
@@ -644,6 +646,7 @@ def find_contacts(
     if not positive(op, "within", within) <= _FARTHEST_CONTACT:
         should = f"be at most {_FARTHEST_CONTACT:g} Å"
         refuse(ValueError, op, "within", f"is {within!r}", should)
+    bonds = np.concatenate([bonds, _unlisted_bonds(structure, bonds)])
     order = structure._order.tolist()
     copy = _numbered(structure, xyz)
     model, cell = copy[0], copy.cell
@@ -680,6 +683,22 @@ def find_contacts(
         "images": places,
         "operations": np.array([_operation(cell, *key) for key in keys]).reshape(-1, 3, 4),
     }
+
+
+def _unlisted_bonds(structure: Structure, bonds: np.ndarray) -> np.ndarray:
+    """Return the bonds, by distance, of atoms that have none, and aren't a residue's only one."""
+    copy = _numbered(structure)
+    several, lone = np.zeros((2, len(structure.xyz)), bool)
+    for chain in copy[0]:
+        for residue in chain:
+            heavy = [atom for atom in residue if not atom.is_hydrogen()]
+            if len({atom.name for atom in heavy}) > 1:
+                several[[atom.serial for atom in heavy]] = True
+    lone |= several
+    lone[bonds.ravel()] = False
+    # Most models have none, and are not searched.
+    found = _find_bonds(copy)[0] if lone.any() else np.empty((0, 2), np.int64)
+    return found[lone[found].any(axis=1) & several[found].all(axis=1)]
 
 
 def _images(cell: Any, xyz: np.ndarray, pairs: np.ndarray, within: float) -> np.ndarray:

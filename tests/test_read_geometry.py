@@ -281,6 +281,23 @@ def test_who_has_no_contact(load):
     assert all(others == [1.0, -1] for _, _, *others in near)
 
 
+def test_skipped_residues_have_no_contacts_of_bonded_atoms(load, library):
+    """Contacts would push the atoms of a residue apart that no bond holds."""
+    residues = "ALA 1 N CA C O", "XYZ 2 N CA C O 6.3 1.5 0", "ALA 3 N CA C O"
+    waters = "HOH B4 O 0 1.6 0", "HOH B5 O 0 3.1 0"
+    structure = load(pdb(*residues, *waters))
+    bonds = read_geometry(library(), structure).columns["bonds"]["indices"]
+    assert not np.isin(bonds, range(4, 8)).any()
+    near = rows(find_contacts(structure, bonds), structure)
+    chain = [[2, 4], [4, 5], [5, 6], [6, 7], [6, 8]]
+    assert near == rows(find_contacts(structure, np.concatenate([bonds, chain])), structure)
+    near = [row[0] for row in near]
+    assert "XYZ 2 CA ALA 3 CA" not in near
+    assert "ALA 1 N XYZ 2 CA" in near
+    # Waters are no further than bonded atoms.
+    assert {"ALA 1 N HOH 4 O", "HOH 4 O HOH 5 O"} <= set(near)
+
+
 def test_an_atom_on_a_special_position_does_not_meet_itself(load):
     cell = CELL.replace("P 1 21 1 ", "P 1 2 1  ")
     structure = load(cell + pdb("LIG 1 C1 0 1 0 C2 0 4 3"))
