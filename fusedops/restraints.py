@@ -223,7 +223,7 @@ class ModelGeometry:
         no sigma above zero, as of torsions that the planes of rings hold.
     warnings : list of str
         gemmi's, of links that the library or the model lacks, and the like; and links to images in
-        the crystal, which have no restraints.
+        the crystal, and atoms that the file repeats, which have no restraints.
 
     Examples
     --------
@@ -390,6 +390,15 @@ def read_geometry(folder: str | os.PathLike, structure: Structure) -> ModelGeome
     for link in links:
         first, second = (structure.labels[number[serial]] for serial in link)
         told.append(f"the link of {first} and an image of {second} has no restraints")
+    seen: set[tuple[Any, ...]] = set()
+    for chain in model[0]:
+        for residue in chain:
+            for atom in residue if residue.name in known else ():
+                key = chain.name, str(residue.seqid), residue.name, atom.name, atom.altloc
+                if key in seen:
+                    label = structure.labels[number[atom.serial]]
+                    told.append(f"{label} is there again, and has no restraints")
+                seen.add(key)
     return ModelGeometry(columns, skipped, missing, unusable, told)
 
 
@@ -435,8 +444,9 @@ def derive_geometry(structure: Structure) -> ModelGeometry:
     ModelGeometry
         As of `read_geometry`, but without torsions: `fusedops.structure.planar_groups` keeps planes
         flat. Residues without bonds, such as waters, count as skipped. Warnings have the numbers of
-        bonds to images in the crystal, and of pairs of atoms at one place, which have no
-        restraints. No description says which atoms a residue should have, so none are missing.
+        bonds to images in the crystal, of pairs of atoms at one place, and of other residues'
+        atoms without bonds, which have no restraints. No description says which atoms a residue
+        should have, so none are missing.
 
     Raises
     ------
@@ -492,6 +502,15 @@ def derive_geometry(structure: Structure) -> ModelGeometry:
     skipped = Counter(
         [residue.name for residue, alone in zip(residues, lone, strict=True) if alone]
     )
+    loose = [
+        structure.labels[atom.serial]
+        for residue, alone in zip(residues, lone, strict=True)
+        for atom in residue
+        if not alone and not bonded.to[atom.serial]
+    ]
+    if loose:
+        first = f"{loose[0]} and others" if len(loose) > 1 else loose[0]
+        warnings.append(f"{len(loose)} atoms without bonds have no restraints: {first}")
     return ModelGeometry(columns, skipped, [], Counter(), warnings)
 
 

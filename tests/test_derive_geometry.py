@@ -87,6 +87,16 @@ def test_no_atom_is_lost_unsaid(load):
     ]
 
 
+def test_an_atom_far_from_its_residue_is_told(load):
+    structure = load(pdb("LIG 1 C1 0 0 0 C2 1.5 0 0 C3 9 0 0", "HOH 2 O 6 6 6"))
+    found = derive_geometry(structure)
+    assert found.warnings == ["1 atoms without bonds have no restraints: A/LIG 1 C3"]
+    assert found.skipped == {"HOH": 1}
+    structure = load(pdb("LIG 1 C1 0 0 0 C2 1.5 0 0 C3 9 0 0 C4 0 9 0"))
+    (warning,) = derive_geometry(structure).warnings
+    assert warning == "2 atoms without bonds have no restraints: A/LIG 1 C3 and others"
+
+
 @pytest.mark.parametrize(
     ("lengths", "group", "atoms", "images"),
     [

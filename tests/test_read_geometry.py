@@ -159,6 +159,16 @@ def test_unknown_residues_are_skipped(load, library):
     assert repr(found).endswith("; 2 residues skipped)")
 
 
+def test_atoms_that_the_file_repeats_are_told(load, library):
+    atoms = "N CA C O CB.A 1.6 -1.4 0.5 CB.B 1.6 -1.4 0.6 CB.A 1.6 -1.3 0.7 CA 1.2 0 0"
+    structure = load(pdb(residue("ALA", 1, atoms), residue("ALA", "B1")))
+    found = read_geometry(library(), structure)
+    assert found.warnings == [
+        f"A/ALA 1 {atom} is there again, and has no restraints" for atom in ("CB.A", "CA")
+    ]
+    assert {6, 7}.isdisjoint(found.columns["bonds"]["indices"].ravel())
+
+
 def test_without_links(load, library):
     folder = library()
     (folder / "links_and_mods.cif").unlink()
