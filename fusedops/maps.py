@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 import fusedops
+from fusedops._frame.check import positive
 from fusedops._frame.registry import BackendName
 from fusedops._host.limits import available_memory
 from fusedops.density import atom_radius, bad_atoms
@@ -139,6 +140,7 @@ class ScatteringAtoms:
         >>> atoms.least_b, round(atoms.needed_blur(0.5), 2)
         (0.0, 17.94)
         """
+        spacing = positive("needed_blur", "spacing", spacing)
         return max(0.0, 8 * math.pi**2 * spacing**2 / 1.1 - self.least_b)
 
     def radius(self, n_sigma: float = 4.0) -> np.ndarray:
@@ -438,6 +440,8 @@ def crystal_grid(structure: Structure, spacing: float) -> MapGrid:
 
     Raises
     ------
+    ValueError
+        `spacing` isn't a positive number.
     StructureError
         The file's unit cell is missing, impossible or in conflict with its matrices (SCALE); or
         its space group is unknown or incompatible with the cell.
@@ -452,6 +456,7 @@ def crystal_grid(structure: Structure, spacing: float) -> MapGrid:
     (108, 90, 60)
     """
     gemmi = _gemmi()
+    spacing = positive("crystal_grid", "spacing", spacing)
     model, path = structure.gemmi, structure.path
     cell = unit_cell(structure)
     if cell is None:
@@ -466,7 +471,7 @@ def crystal_grid(structure: Structure, spacing: float) -> MapGrid:
             f"{_list(cell.parameters)}"
         )
     # gemmi finds the size by allocating a grid; a grid of bytes is the smallest.
-    check_memory(cell.volume / spacing**3)
+    check_memory(cell.volume / spacing / spacing / spacing)
     grid = gemmi.Int8Grid()
     grid.set_unit_cell(cell)
     grid.spacegroup = spacegroup
@@ -526,6 +531,8 @@ def box_grid(xyz: np.ndarray, spacing: float, margin: float) -> MapGrid:
 
     Raises
     ------
+    ValueError
+        `spacing` isn't a positive number.
     MemoryError
         The map doesn't fit into memory.
 
@@ -536,6 +543,7 @@ def box_grid(xyz: np.ndarray, spacing: float, margin: float) -> MapGrid:
     ((18, 17, 17), (-8, 2, 12))
     """
     gemmi = _gemmi()
+    spacing = positive("box_grid", "spacing", spacing)
     low = np.floor((xyz.min(0) - margin) / spacing)
     shape = np.ceil((xyz.max(0) + margin) / spacing) - low + 1
     check_memory(shape.prod())

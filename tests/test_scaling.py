@@ -254,6 +254,20 @@ def test_refusals_of_a_mask(load):
         solvent_mask(structure, maps.box_grid(structure.xyz, 0.5, 2.0))
 
 
+@pytest.mark.parametrize("spacing", [0, -1.0, np.nan, np.inf, "1"])
+def test_refusals_of_a_spacing(load, spacing):
+    """gemmi takes NaN for an empty grid, and never ends with infinity."""
+    structure = load(CELL + pdb("LIG 1 C1 5 5 5"))
+    atoms = maps.scattering_atoms(structure)
+    for name, call in {
+        "crystal_grid": lambda: maps.crystal_grid(structure, spacing),
+        "box_grid": lambda: maps.box_grid(structure.xyz, spacing, 2.0),
+        "needed_blur": lambda: atoms.needed_blur(spacing),
+    }.items():
+        with pytest.raises(ValueError, match=f"{name}: spacing is .*; it should be a positive num"):
+            call()
+
+
 CORE = """data_x
 _cell_length_a 5
 _cell_length_b 6
