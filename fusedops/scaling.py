@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 import os
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from fusedops._frame.arrays import ArrayT, namespace
-from fusedops._frame.check import as_array, is_tensor, of_shape, refuse, values
+from fusedops._frame.check import as_array, dtype_name, is_tensor, of_shape, refuse, values
 from fusedops.maps import MapGrid
 from fusedops.structure import (
     Structure,
@@ -290,8 +292,8 @@ def k_mask(s: ArrayT, k_sol: Any, B_sol: Any) -> ArrayT:
 
     Raises
     ------
-    ValueError
-        `s` has another shape.
+    TypeError, ValueError
+        `s` has another shape, or a parameter isn't a real number.
 
     References
     ----------
@@ -304,7 +306,7 @@ def k_mask(s: ArrayT, k_sol: Any, B_sol: Any) -> ArrayT:
     >>> k_mask(np.array([[0, 0, 0], [0, 0.1, 0]]), 0.35, 46.0).round(3).tolist()
     [0.35, 0.312]
     """
-    s, k_sol, B_sol = _alike("k_mask", s, k_sol, B_sol)
+    s, k_sol, B_sol = _alike("k_mask", s, k_sol=k_sol, B_sol=B_sol)
     return k_sol * namespace(s).exp(-B_sol / 4 * (s * s).sum(-1))
 
 
@@ -327,8 +329,8 @@ def k_total(s: ArrayT, k_overall: Any, U_aniso: Any) -> ArrayT:
 
     Raises
     ------
-    ValueError
-        `s` or `U_aniso` has another shape.
+    TypeError, ValueError
+        `s` or `U_aniso` has another shape, or a parameter isn't a real number.
 
     References
     ----------
@@ -341,24 +343,41 @@ def k_total(s: ArrayT, k_overall: Any, U_aniso: Any) -> ArrayT:
     >>> k_total(np.array([[0, 0, 0], [0, 0.2, 0]]), 2.0, [0, 0.1, 0, 0, 0, 0]).round(3).tolist()
     [2.0, 1.848]
     """
-    s, k_overall, *U = _alike("k_total", s, k_overall, *U_aniso)
-    if len(U) != 6:
-        raise ValueError(f"k_total: U_aniso has {len(U)} numbers; it should have 6")
+    try:
+        given = {f"U_aniso[{k}]": part for k, part in enumerate(U_aniso)}
+    except TypeError:
+        refuse(TypeError, "k_total", "U_aniso", f"is {U_aniso!r}", "be an array (6,)")
+    if len(given) != 6:
+        raise ValueError(f"k_total: U_aniso has {len(given)} numbers; it should have 6")
+    s, k_overall, *U = _alike("k_total", s, k_overall=k_overall, **given)
     x, y, z = s[:, 0], s[:, 1], s[:, 2]
     products = x * x, y * y, z * z, 2 * x * y, 2 * x * z, 2 * y * z
     exponent = sum(product * part for product, part in zip(products, U, strict=True))
     return k_overall * namespace(s).exp(-2 * math.pi**2 * exponent)
 
 
-def _alike(op: str, s: Any, *parameters: Any) -> list[Any]:
+def _alike(op: str, s: Any, **parameters: Any) -> list[Any]:
     """Return scattering vectors and parameters; if one is a tensor, arrays as tensors."""
-    given = [s if is_tensor(s) else as_array(op, "s", s), *parameters]
+    given = [s if is_tensor(s) else as_array(op, "s", s)]
+    given += [_parameter(op, name, x) for name, x in parameters.items()]
     tensors = [x for x in given if is_tensor(x)]
     if tensors:
         made = functools.partial(namespace(tensors[0]).tensor, device=tensors[0].device)
         given = [made(x) if isinstance(x, np.ndarray) else x for x in given]
     of_shape(op, "s", given[0], ("M", 3))
     return given
+
+
+def _parameter(op: str, name: str, x: Any) -> Any:
+    """Return a parameter that is a number, an array or a tensor of one, or raise an error."""
+    if isinstance(x, numbers.Real):
+        return x
+    x = x if is_tensor(x) else as_array(op, name, x)
+    if math.prod(x.shape) != 1:
+        refuse(ValueError, op, name, f"has shape {tuple(x.shape)}", "be a number, or of shape ()")
+    if not re.match("float|bfloat|u?int", dtype_name(x.dtype)):
+        refuse(TypeError, op, name, f"has dtype {dtype_name(x.dtype)}", "be a real number")
+    return x
 
 
 def fit_scale(

@@ -160,6 +160,58 @@ def test_refusals_of_scales():
         k_total(np.zeros((5, 3)), 1.0, np.zeros(3))
 
 
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda s: k_mask(s, None, 46.0), TypeError, "k_mask: k_sol "),
+        (
+            lambda s: k_mask(s, "a", 46.0),
+            TypeError,
+            "k_mask: k_sol has dtype .*; it should be a real",
+        ),
+        (
+            lambda s: k_mask(s, 1 + 1j, 46.0),
+            TypeError,
+            "k_mask: k_sol has dtype complex128; it should",
+        ),
+        (
+            lambda s: k_mask(s, 0.35, [1.0, 2.0]),
+            ValueError,
+            r"k_mask: B_sol has shape \(2,\); it shou",
+        ),
+        (
+            lambda s: k_mask(s, np.ones(5), 46.0),
+            ValueError,
+            r"k_mask: k_sol has shape \(5,\); it shou",
+        ),
+        (lambda s: k_total(s, None, np.zeros(6)), TypeError, "k_total: k_overall "),
+        (
+            lambda s: k_total(s, 1.0, None),
+            TypeError,
+            "k_total: U_aniso is None; it should be an array",
+        ),
+        (
+            lambda s: k_total(s, 1.0, 0.1),
+            TypeError,
+            "k_total: U_aniso is 0.1; it should be an array",
+        ),
+        (
+            lambda s: k_total(s, 1.0, "abcdef"),
+            TypeError,
+            r"k_total: U_aniso\[0\] has dtype .*; it sho",
+        ),
+        (
+            lambda s: k_total(s, 1.0, np.zeros((6, 2))),
+            ValueError,
+            r"k_total: U_aniso\[0\] has shape ",
+        ),
+    ],
+)
+def test_refusals_of_parameters(call, error, message):
+    with pytest.raises(error, match=message):
+        call(np.full((5, 3), 0.1))
+
+
 def test_refusals_of_a_fit():
     grid, hkl, s, F_calc, F_mask = crystal("P 2 3")
     observed = abs(F_calc)
