@@ -615,7 +615,8 @@ def find_contacts(
         Such as ``columns["bonds"]["indices"]`` of `read_geometry`: atoms that up to three bonds
         join are not in contact. An atom that they lack, as of residues that `read_geometry` skips,
         counts as bonded to atoms no further in the file than covalent radii and 0.4 Å, unless it is
-        a residue's only one, as of waters and ions.
+        a residue's only one, as of waters and ions. Nor are atoms in contact with images that the
+        file links them to.
     xyz : (N, 3) array, optional
         Coordinates in Å in place of the structure's.
     within : float
@@ -683,7 +684,12 @@ def find_contacts(
     table = _images(cell, position, np.array(sorted(pairs), np.int64).reshape(-1, 3), within)
     i, j = table[:, :2].T
     at_home = np.equal(table[:, 2:], 0).all(axis=1)
-    apart = ~at_home | ~np.isin(i * len(atoms) + j, _joined(bonds, len(atoms)))
+    pair = i * count + j
+    apart = np.where(
+        at_home,
+        ~np.isin(pair, _joined(bonds, count)),
+        ~np.isin(pair, _linked_to_images(copy) @ [[count, 1], [1, count]]),
+    )
     table, at_home = table[apart], at_home[apart]
     keys, images = np.unique(table[~at_home, 2:], axis=0, return_inverse=True)
     places = np.full(len(table), -1)
@@ -718,6 +724,22 @@ def _unlisted_bonds(structure: Structure, bonds: np.ndarray) -> np.ndarray:
     # Most models have none, and are not searched.
     found = _find_bonds(copy)[0] if lone.any() else np.empty((0, 2), np.int64)
     return found[lone[found].any(axis=1) & several[found].all(axis=1)]
+
+
+def _linked_to_images(structure: Any) -> np.ndarray:
+    """Return pairs (n, 2) of serial numbers of atoms; the file links the first to images."""
+    gemmi = _gemmi()
+    pairs = []
+    for link in structure.connections:
+        first, second = (
+            structure[0].find_cra(end, ignore_segment=True).atom
+            for end in (link.partner1, link.partner2)
+        )
+        if first and second and link.type != gemmi.ConnectionType.Hydrog:
+            nearest = structure.cell.find_nearest_image(first.pos, second.pos, link.asu)
+            if not nearest.same_asu():
+                pairs.append((first.serial, second.serial))
+    return np.array(pairs, np.int64).reshape(-1, 2)
 
 
 def _images(cell: Any, xyz: np.ndarray, pairs: np.ndarray, within: float) -> np.ndarray:

@@ -308,6 +308,22 @@ def test_skipped_residues_have_no_contacts_of_bonded_atoms(load, library):
     assert {"ALA 1 N HOH 4 O", "HOH 4 O HOH 5 O"} <= set(near)
 
 
+def test_links_to_images_are_no_contacts(load):
+    cell = "CRYST1   30.000   30.000   30.000  90.00  90.00  90.00 P 1 2 1       2\n"
+    text = cell + pdb("XYZ 1 CB 2 2 1 SG 1 3 0", "XYZ B2 CB 28 4 1 SG 29 3 3")
+    bonds = np.array([[0, 1], [2, 3]])
+    own = "SSBOND   1 XYZ A    1    XYZ A    1                          1555   2555  2.0\n"
+    other = "SSBOND   1 XYZ A    1    XYZ B    2                          1555   1455  3.6\n"
+    pairs = {}
+    for records in ("", own, other):
+        structure = load(records + text)
+        found = rows(find_contacts(structure, bonds, within=4.5), structure)
+        pairs[records] = {atoms for (atoms,) in found}
+    assert pairs[""] - pairs[own] == {"XYZ 1 SG XYZ 1 SG"}
+    assert pairs[""] - pairs[other] == {"XYZ 1 SG XYZ 2 SG"}
+    assert "XYZ 1 CB XYZ 1 SG" in pairs[own]
+
+
 def test_an_atom_on_a_special_position_does_not_meet_itself(load):
     cell = CELL.replace("P 1 21 1 ", "P 1 2 1  ")
     structure = load(cell + pdb("LIG 1 C1 0 1 0 C2 0 4 3"))
