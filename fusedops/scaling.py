@@ -50,6 +50,8 @@ _COLUMNS = (
 )
 _HKL = "index_h", "index_k", "index_l"
 _STATUS = "status", "observed_status", "include_status"
+# The share of F_calc beyond which squares of F_mask may overflow in 32 bits.
+_LARGEST_MASK = 1e12
 # Reflections that were excluded, are systematically absent, or beyond limits of resolution.
 _EXCLUDED = ("x", "-", "h", "l")
 
@@ -189,6 +191,10 @@ def read_amplitudes(path: str | os.PathLike) -> Amplitudes:
         if absent:
             raise ValueError(f"its reflections have no {', '.join(absent)}")
         indices = [[gemmi.cif.as_int(text) for text in texts(index)] for index in _HKL]
+        for index in _HKL:
+            largest = np.nanmax(abs(block.make_float_array(labels[index])), initial=0)
+            if largest > np.iinfo(np.int32).max:
+                raise ValueError(f"an {index} is {largest:g} in size, beyond 32 bits")
         sigma = np.full(len(values), np.nan)
         if sigma_name in labels:
             sigma = block.make_float_array(labels[sigma_name])
@@ -413,9 +419,9 @@ def fit_scale(
     ------
     ValueError
         An array has another shape, or is zero everywhere but for `F_mask`; fewer amplitudes are
-        observed than parameters are fitted, or one is negative; Miller indices aren't whole; a
-        number isn't finite, other than at reflections without an amplitude; a tensor asks for a
-        gradient; or the grid is of a box.
+        observed than parameters are fitted, or one is negative; `F_mask` is over 1e12 times
+        `F_calc`; Miller indices aren't whole; a number isn't finite, other than at reflections
+        without an amplitude; a tensor asks for a gradient; or the grid is of a box.
     TypeError
         Amplitudes aren't real, or structure factors aren't numbers.
 
@@ -479,6 +485,13 @@ def fit_scale(
         return fit_scale(observed, F_calc, hkl, grid)
     # gemmi computes in 32 bits, and squares.
     unit, unit_calc = (float(abs(array[seen]).max()) for array in (observed, F_calc))
+    largest = max([float(abs(mask[seen]).max()) for mask in masks], default=0.0) / unit_calc
+    if not largest < _LARGEST_MASK:
+        was, should = (
+            f"is up to {largest:.3g} times F_calc",
+            f"be less than {_LARGEST_MASK:g} times",
+        )
+        refuse(ValueError, op, "F_mask", was, should)
     of_crystal = grid.cell, grid.spacegroup, np.ascontiguousarray(hkl[seen])
     # gemmi wants a sigma for each amplitude, which carries no weight in its least squares.
     data = np.stack([observed[seen] / unit, np.ones(seen.sum())], axis=1).astype(np.float32)

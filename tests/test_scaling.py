@@ -215,6 +215,8 @@ def test_refusals_of_parameters(call, error, message):
 def test_refusals_of_a_fit():
     grid, hkl, s, F_calc, F_mask = crystal("P 2 3")
     observed = abs(F_calc)
+    with pytest.raises(ValueError, match=r"F_mask is up to .* times F_calc; it should be less th"):
+        fit_scale(observed, F_calc, hkl, grid, 1e30 * F_mask)
 
     def fails(match, observed=observed, F_calc=F_calc, hkl=hkl, grid=grid, **more):
         with pytest.raises(more.pop("error", ValueError), match=f"fit_scale: {match}"):
@@ -406,6 +408,8 @@ def test_refusals_of_amplitudes(tmp_path):
         amplitudes(tmp_path, MACRO.replace("index_k", "index_other"))
     with pytest.raises(StructureError, match=r"x\.cif: can't be read as reflections: .*\?"):
         amplitudes(tmp_path, MACRO.replace(" 1 0  0 ", " ? 0  0 "))
+    with pytest.raises(StructureError, match=r"an index_h is 1e\+11 in size, beyond 32 bits"):
+        amplitudes(tmp_path, MACRO.replace(" 1 0  0 ", " 100000000000 0  0 "))
     with pytest.raises(StructureError, match="No such file"):
         read_amplitudes(tmp_path / "absent.cif")
 
