@@ -385,7 +385,19 @@ def read_geometry(folder: str | os.PathLike, structure: Structure) -> ModelGeome
     pairs = pairs[~hydrogen[pairs].any(1)]
     columns["b_pairs"] = {"indices": pairs, "sigmas": np.full(len(pairs), _B_SIGMA)}
     skipped = Counter({name: count for name, count in names.items() if name not in known})
-    missing = [str(address) for address in topology.find_missing_atoms(False)]
+    # Residues at one place share the atoms without alternatives, which one of them lists.
+    shared = {
+        (chain.name, str(residue.seqid), atom.name)
+        for chain in model[0]
+        for residue in chain
+        for atom in residue
+        if not _alt(atom)
+    }
+    missing = [
+        str(lack)
+        for lack in topology.find_missing_atoms(False)
+        if (lack.chain_name, str(lack.res_id.seqid), lack.atom_name) not in shared
+    ]
     told = warnings.getvalue().splitlines()
     for link in links:
         first, second = (structure.labels[number[serial]] for serial in link)

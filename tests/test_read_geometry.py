@@ -151,6 +151,15 @@ def test_alternatives_and_atoms_of_no_occupancy(load, library):
     assert len(bonds) == 5
 
 
+def test_residues_at_one_place_lack_no_atom_that_they_share(load, library):
+    first = "ALA 1 N CA C O CB.A 1.6 -1.4 0.5"
+    structure = load(pdb(first, "PRO 1 CB.B -2.2 -1.4 0.6", "PRO 2 N CA C"))
+    found = read_geometry(library(), structure)
+    bonds = {row[0] for row in rows(found.columns["angles"], structure)}
+    assert "ALA 1 N ALA 1 CA PRO 1 CB.B" in bonds
+    assert found.missing == ["A/PRO 2/O", "A/PRO 2/CB"]
+
+
 def test_unknown_residues_are_skipped(load, library):
     structure = load(pdb(residue("ALA", 1), "XYZ 2 N CA C O", "XYZ B1 C1 C2"))
     found = read_geometry(library(), structure)
