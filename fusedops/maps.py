@@ -23,6 +23,7 @@ from fusedops.structure import (
     _gemmi,
     cell_texts,
     check_numbers,
+    check_structure,
     check_target,
     replacing,
 )
@@ -230,6 +231,7 @@ def scattering_atoms(structure: Structure, *, electron: bool = False) -> Scatter
     [7, 6, 6, 8]
     """
     _gemmi()
+    check_structure("scattering_atoms", structure)
     check_numbers(structure)
     order = structure._order
     count = len(order)
@@ -456,6 +458,7 @@ def crystal_grid(structure: Structure, spacing: float) -> MapGrid:
     (108, 90, 60)
     """
     gemmi = _gemmi()
+    check_structure("crystal_grid", structure)
     spacing = positive("crystal_grid", "spacing", spacing)
     model, path = structure.gemmi, structure.path
     cell = unit_cell(structure)

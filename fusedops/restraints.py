@@ -24,6 +24,7 @@ from fusedops.structure import (
     _gemmi,
     _numbered,
     _read_source,
+    check_structure,
     checked_xyz,
 )
 
@@ -182,7 +183,8 @@ def read_monomers(folder: str | os.PathLike, structure: Structure) -> Restraints
     {}
     """
     gemmi = _gemmi()
-    library = _library(folder)
+    check_structure("read_monomers", structure)
+    library = _library("read_monomers", folder)
     found: Restraints = {}
     for name in sorted({residue.name for chain in structure.gemmi[0] for residue in chain}):
         info = gemmi.find_tabulated_residue(name)
@@ -196,8 +198,10 @@ def read_monomers(folder: str | os.PathLike, structure: Structure) -> Restraints
     return found
 
 
-def _library(folder: str | os.PathLike) -> Any:
+def _library(op: str, folder: str | os.PathLike) -> Any:
     """Return gemmi's monomer library of a folder, without monomers yet."""
+    if not isinstance(folder, str | os.PathLike):
+        refuse(TypeError, op, "folder", f"is a {type(folder).__name__}", "be a path")
     if not os.path.isdir(folder):
         raise StructureError(f"{folder}: there is no such folder; it should be a monomer library")
     library = _gemmi().MonLib()
@@ -293,7 +297,8 @@ def read_geometry(folder: str | os.PathLike, structure: Structure) -> ModelGeome
     (76, (0, 2))
     """
     gemmi = _gemmi()
-    library = _library(folder)
+    check_structure("read_geometry", structure)
+    library = _library("read_geometry", folder)
     model = structure.gemmi.clone()
     while len(model) > 1:
         del model[len(model) - 1]
@@ -479,6 +484,7 @@ def derive_geometry(structure: Structure) -> ModelGeometry:
     >>> geometry.columns["bonds"]["indices"].shape, geometry.skipped
     ((608, 2), Counter({'HOH': 81}))
     """
+    check_structure("derive_geometry", structure)
     copy, xyz = _numbered(structure), structure.xyz
     residues = [residue for chain in copy[0] for residue in chain]
     listed = [atom for residue in residues for atom in residue]
@@ -665,6 +671,7 @@ def find_contacts(
     (11964, 2)
     """
     gemmi, op = _gemmi(), "find_contacts"
+    check_structure(op, structure)
     count = len(structure.xyz)
     if xyz is not None:
         xyz = checked_xyz(op, structure, xyz)

@@ -26,6 +26,7 @@ from fusedops.structure import (
     _gemmi,
     _numbered,
     _read_source,
+    check_structure,
     checked_xyz,
 )
 
@@ -262,8 +263,8 @@ def solvent_mask(structure: Structure, grid: MapGrid, xyz: np.ndarray | None = N
     0.15
     """
     gemmi = _gemmi()
-    if grid.spacegroup is None:
-        raise ValueError("solvent_mask: grid is of a box; it should be of a crystal")
+    check_structure("solvent_mask", structure)
+    _check_grid("solvent_mask", grid)
     if xyz is not None:
         xyz = checked_xyz("solvent_mask", structure, xyz)
     copy = _numbered(structure, xyz)
@@ -279,6 +280,13 @@ def solvent_mask(structure: Structure, grid: MapGrid, xyz: np.ndarray | None = N
     mask.set_size(*grid.shape)
     gemmi.SolventMasker(gemmi.AtomicRadiiSet.Cctbx).put_mask_on_float_grid(mask, copy[0])
     return np.array(mask.array)
+
+
+def _check_grid(op: str, grid: Any) -> None:
+    if not isinstance(grid, MapGrid):
+        refuse(TypeError, op, "grid", f"is a {type(grid).__name__}", "be a MapGrid of a crystal")
+    if grid.spacegroup is None:
+        refuse(ValueError, op, "grid", "is of a box", "be of a crystal")
 
 
 def k_mask(s: ArrayT, k_sol: Any, B_sol: Any) -> ArrayT:
@@ -450,8 +458,7 @@ def fit_scale(
     (0.4, 50.0)
     """
     gemmi = _gemmi()
-    if grid.spacegroup is None:
-        raise ValueError("fit_scale: grid is of a box; it should be of a crystal")
+    _check_grid("fit_scale", grid)
     op = "fit_scale"
     given = values(op, "hkl", hkl)
     of_shape(op, "hkl", given, ("M", 3))

@@ -414,6 +414,7 @@ def planar_groups(
     (['A/TYR 59 ring'], 81, Counter())
     """
     gemmi = _gemmi()
+    check_structure("planar_groups", structure)
     if not 0 < sigma < math.inf:
         raise ValueError(f"sigma: {sigma!r}; it should be a positive number, in Å")
     restraints = restraints or {}
@@ -592,6 +593,26 @@ def _numbered(structure: Structure, xyz: np.ndarray | None = None) -> Any:
         if xyz is not None:
             atom.pos = gemmi.Position(*xyz[number])
     return copy
+
+
+def check_structure(op: str, structure: Any) -> None:
+    """Raise TypeError unless an argument is a `Structure`.
+
+    Parameters
+    ----------
+    op : str
+        The function that the error names.
+    structure : object
+
+    Examples
+    --------
+    >>> check_structure("f", "x.pdb")
+    Traceback (most recent call last):
+    TypeError: f: structure is a str; it should be a Structure, as read_structure returns it
+    """
+    if not isinstance(structure, Structure):
+        was = f"is a {type(structure).__name__}"
+        refuse(TypeError, op, "structure", was, "be a Structure, as read_structure returns it")
 
 
 def checked_xyz(op: str, structure: Structure, xyz: Any) -> np.ndarray:

@@ -7,10 +7,10 @@ import re
 import numpy as np
 import pytest
 
-from fusedops import maps
+from fusedops import maps, restraints
 from fusedops.crystal import structure_factors
 from fusedops.scaling import Scale, fit_scale, k_mask, k_total, read_amplitudes, solvent_mask
-from fusedops.structure import StructureError, read_structure
+from fusedops.structure import StructureError, planar_groups, read_structure
 from structures import SMALL, pdb, sums_of_small
 
 gemmi = pytest.importorskip("gemmi")
@@ -320,6 +320,39 @@ def test_refusals_of_a_spacing(load, spacing):
     }.items():
         with pytest.raises(ValueError, match=f"{name}: spacing is .*; it should be a positive num"):
             call()
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("crystal_grid", lambda path: maps.crystal_grid(path, 1.0)),
+        ("scattering_atoms", maps.scattering_atoms),
+        ("solvent_mask", lambda path: solvent_mask(path, None)),
+        ("planar_groups", planar_groups),
+        ("derive_geometry", restraints.derive_geometry),
+        ("read_geometry", lambda path: restraints.read_geometry(".", path)),
+        ("read_monomers", lambda path: restraints.read_monomers(".", path)),
+        ("find_contacts", lambda path: restraints.find_contacts(path, [[0, 1]])),
+    ],
+)
+def test_a_path_is_no_structure(name, call):
+    with pytest.raises(
+        TypeError, match=f"^{name}: structure is a str; it should be a Structure, as"
+    ):
+        call("x.pdb")
+
+
+def test_refusals_of_a_grid_and_of_a_folder(load):
+    structure = load(pdb("LIG 1 C1 5 5 5"))
+    with pytest.raises(TypeError, match="solvent_mask: grid is a tuple; it should be a MapGrid"):
+        solvent_mask(structure, (8, 8, 8))
+    with pytest.raises(TypeError, match="fit_scale: grid is a NoneType; it should be a MapGrid"):
+        fit_scale(np.ones(9), np.ones(9), np.zeros((9, 3), int), None)
+    for read in (restraints.read_geometry, restraints.read_monomers):
+        with pytest.raises(
+            TypeError, match=f"{read.__name__}: folder is a NoneType; it should be a"
+        ):
+            read(None, structure)
 
 
 CORE = """data_x
