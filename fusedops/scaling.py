@@ -188,6 +188,8 @@ def read_amplitudes(path: str | os.PathLike) -> Amplitudes:
         arrays = [block.make_float_array(labels[columns[0]]) for columns in known]
         first = next((n for n, array in enumerate(arrays) if np.isfinite(array).any()), 0)
         (_, sigma_name, power), values = known[first], arrays[first]
+        if not len(values):
+            raise ValueError("its loop of reflections is empty")
         absent = [f"_refln.{index}" for index in _HKL if index not in labels]
         if absent:
             raise ValueError(f"its reflections have no {', '.join(absent)}")

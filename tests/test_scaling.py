@@ -432,6 +432,9 @@ def test_amplitudes_without_values_hide_no_intensities(tmp_path):
 def test_refusals_of_amplitudes(tmp_path):
     with pytest.raises(StructureError, match=r"x\.cif: can't be read as .*: it has no reflections"):
         amplitudes(tmp_path, "data_x\n_cell_length_a 5\n")
+    empty = "data_rxsf\nloop_ _refln.index_h _refln.index_k _refln.index_l _refln.F_meas_au\n"
+    with pytest.raises(StructureError, match=r"x\.cif: can't be read as .*(empty|no reflections)"):
+        amplitudes(tmp_path, empty)
     text = CORE.replace("F_squared_meas", "F_squared_other")
     with pytest.raises(StructureError, match="have no measured value, but index_h, index_k, "):
         amplitudes(tmp_path, text)
