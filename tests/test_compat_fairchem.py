@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import sys
 import types
@@ -26,7 +27,7 @@ with warnings.catch_warnings():
     from fairchem.core.units.mlip_unit.api.inference import InferenceSettings
 
 import fusedops.compat.fairchem as uma  # noqa: E402
-from fusedops.compat import _force_steps  # noqa: E402
+from fusedops.compat import _edges, _force_steps  # noqa: E402
 from fusedops.nn import SO2Convolution  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -418,6 +419,16 @@ def test_a_force_step_sees_new_weights(uncaptured):
     copied = pickle.loads(pickle.dumps(step))
     assert copied._captured is None
     assert_close(copied(data.clone()).values(), ours(data.clone()).values(), 1e-10)
+
+
+def test_a_force_step_keeps_no_edges(uncaptured):
+    step = uma.ForceStep(Forces(*model("umas_fast_gpu", regress_stress=True)))
+    gc.collect()
+    before = len(_edges._read)
+    for _ in range(3):
+        step(systems(1))
+    gc.collect()
+    assert len(_edges._read) == before
 
 
 def test_bad_force_steps():

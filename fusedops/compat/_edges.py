@@ -59,11 +59,13 @@ def targets_of(index: Any, num_nodes: int) -> Any:
     `edges_of` finds the edges of both tensors then, in a CUDA graph too, where it reads no others.
     """
     targets = index[1]
+    # Views of a tensor that `_read` has would keep it there for good.
+    source, target = index.clone()
     bad = torch.zeros_like(index, dtype=torch.bool)
     by_source, source_ptr, by_target, target_ptr = grouped_ends(index, bad, num_nodes)
     sums, sizes = (by_target, target_ptr), [num_nodes, index.shape[1]]
-    edges = Edges.from_tensors([*index, by_source, source_ptr, *sums], sizes)
-    summed = Edges.from_tensors([targets, targets, *sums, *sums], sizes)
+    edges = Edges.from_tensors([source, target, by_source, source_ptr, *sums], sizes)
+    summed = Edges.from_tensors([target, target, *sums, *sums], sizes)
     for tensor, offset, found in ((index, None, edges), (index, 0, summed), (targets, 0, summed)):
         _read.setdefault(tensor, {})[num_nodes, offset] = _state(tensor), found
     return targets
