@@ -434,6 +434,10 @@ def test_a_force_step_keeps_no_edges(uncaptured):
 def test_bad_force_steps():
     with pytest.raises(TypeError, match=r"ForceStep: model has 0 backbones .*; it should have one"):
         uma.ForceStep(torch.nn.Identity())
+    old = model("general")[0]
+    del old.regress_config
+    with pytest.raises(TypeError, match="model is fairchem 2.16's; it should be of 2.17 or newer"):
+        uma.ForceStep(old)
     with pytest.raises(ValueError, match="ForceStep: skin is 0; it should be a positive number"):
         uma.ForceStep(Forces(*model("general")), skin=0)
     with pytest.raises(TypeError, match="register: graphs is a str; it should be True or False"):

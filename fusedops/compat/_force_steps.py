@@ -48,7 +48,7 @@ class ForceStep(torch.nn.Module):
     Raises
     ------
     TypeError, ValueError
-        If `model` has no such backbone, or `skin` is not a positive number.
+        If `model` has no such backbone, or one of fairchem 2.16, or `skin` is not a positive number.
 
     Notes
     -----
@@ -66,9 +66,12 @@ class ForceStep(torch.nn.Module):
         super().__init__()
         self.model = model
         self.skin = positive("ForceStep", "skin", skin)
-        if len(_backbones(model)) != 1:
-            was = f"has {len(_backbones(model))} backbones of the class eSCNMDBackbone"
+        backbones = _backbones(model)
+        if len(backbones) != 1:
+            was = f"has {len(backbones)} backbones of the class eSCNMDBackbone"
             refuse(TypeError, "ForceStep", "model", was, "have one")
+        if not hasattr(backbones[0], "regress_config"):
+            refuse(TypeError, "ForceStep", "model", "is fairchem 2.16's", "be of 2.17 or newer")
         self._seen: Any = None
         self._captured: _Captured | None = None
         self.train(model.training)
@@ -280,6 +283,8 @@ class _Captured:
         vectors = vectors + torch.nn.functional.pad(far[:, None], (0, 2))
         index = torch.stack([source, target])
         data["scatter_target"] = targets_of(index, len(pos))
+        # fairchem before 2.22 subtracts it from targets.
+        data["gp_node_offset"] = 0
         return {
             "edge_index": index,
             "edge_distance": torch.linalg.norm(vectors, dim=-1),
