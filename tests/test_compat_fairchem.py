@@ -421,6 +421,19 @@ def test_a_force_step_sees_new_weights(uncaptured):
     assert_close(copied(data.clone()).values(), ours(data.clone()).values(), 1e-10)
 
 
+@pytest.mark.parametrize("what", ["pbc", "natoms"])
+def test_a_force_step_finds_pairs_of_another_box(uncaptured, what):
+    step = uma.ForceStep(Forces(*model("umas_fast_pytorch", regress_stress=True)))
+    data = systems(2)
+    for _ in range(3):
+        stepped(step, data, 1e-10)
+    if what == "pbc":
+        data["pbc"] = torch.tensor([[True, True, False]] * 2)
+    else:
+        data["natoms"], data["batch"] = torch.tensor([3, 5]), torch.tensor([0] * 3 + [1] * 5)
+    assert stepped(step, data, 1e-10) == 2
+
+
 def test_a_force_step_keeps_no_edges(uncaptured):
     step = uma.ForceStep(Forces(*model("umas_fast_gpu", regress_stress=True)))
     gc.collect()

@@ -23,6 +23,8 @@ from fusedops.compat._edges import targets_of
 
 #: The names in fairchem's data of what depends on edges.
 EDGES = frozenset(("edge_index", "cell_offsets", "nedges", "scatter_target"))
+#: The names of what pairs of atoms follow from, beside positions.
+BOX = "cell", "pbc", "batch", "natoms"
 
 #: More neighbours than an atom has.
 _ALL = 1 << 20
@@ -171,6 +173,8 @@ class _Captured:
         for name, x in _inputs(data):
             self.data[name] = x.detach().clone()
         pos, cell = self.data["pos"], self.data["cell"]
+        # Where the pairs were found.
+        self.origin = {name: self.data[name].clone() for name in ("pos", *BOX)}
         pairs, offsets = self._pairs(data)
         vectors = _vectors(pos, cell, self.data["batch"], pairs[0], pairs[1], offsets)
         edges = int((vectors.square().sum(1) < self.backbone.cutoff**2).sum())
@@ -180,7 +184,6 @@ class _Captured:
         self.pairs = pairs.new_zeros(2, room)
         self.offsets = pos.new_zeros(room, 3)
         self.is_pair = torch.zeros(room, dtype=torch.bool, device=pos.device)
-        self.origin, self.box = pos.clone(), cell.clone()
         self.place = torch.arange(self.space, device=pos.device)
         # One atom after the other, since a sum over an atom's edges is one program's.
         self.blank = torch.arange(self.space + 1, device=pos.device) % len(pos)
@@ -218,8 +221,8 @@ class _Captured:
         self.offsets[:count] = offsets
         self.is_pair[:count] = True
         self.is_pair[count:] = False
-        self.origin.copy_(data["pos"].detach())
-        self.box.copy_(data["cell"].detach())
+        for name, x in self.origin.items():
+            x.copy_(data[name].detach())
         return True
 
     def step(self, data: Any) -> _Found | None:
@@ -231,8 +234,9 @@ class _Captured:
             if given and not self._keep(data, *self._pairs(data)):
                 return None
             self.run()
-            edges, most, moved, strained = self.report.tolist()
-            if not given and (4 * moved > self.skin**2 or strained > 0):
+            edges, most, moved, other = self.report.tolist()
+            # A distance may be NaN.
+            if not given and (other or not 4 * moved <= self.skin**2):
                 if not self._keep(data, *self._pairs(data)):
                     return None
                 self.run()
@@ -272,11 +276,12 @@ class _Captured:
             offsets = torch.where(is_edge[:, None], offsets, 0)
             far = torch.where(is_edge, 0, 2.0 * cutoff).to(pos)
             degrees = torch.zeros_like(pos[:, 0]).index_add(0, self.pairs[1], inside.to(pos))
+            others = [(self.data[name] != self.origin[name]).any() for name in BOX]
             numbers = (
                 count[-1],
                 degrees.max(),
-                (pos - self.origin).square().sum(1).max(),
-                (cell - self.box).abs().max(),
+                (pos - self.origin["pos"]).square().sum(1).max(),
+                torch.stack(others).any(),
             )
             self.report = torch.stack([number.double() for number in numbers])
         vectors = _vectors(pos, cell, batch, source, target, offsets)
