@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import pickle
 import sys
@@ -387,22 +388,50 @@ def test_many_neighbours_are_fairchems(uncaptured):
     assert calls == [1, 2, 2]
 
 
-@pytest.mark.parametrize("what", ["training", "weights", "positions", "hessian", "experts"])
+@pytest.mark.parametrize(
+    "what",
+    ["training", "head", "weights", "positions", "hessian", "experts", "checkpoints", "tangents"],
+)
 def test_a_force_step_leaves_gradients_to_the_model(uncaptured, what):
     ours = Forces(*model("umas_fast_pytorch", regress_stress=True))
     step, data = uma.ForceStep(ours), systems(1)
+    context = contextlib.nullcontext()
     if what == "training":
         step.train()
+    elif what == "head":
+        ours.head.train()
     elif what == "weights":
         next(ours.parameters()).requires_grad_()
     elif what == "positions":
         data["pos"] = 1 * data["pos"].requires_grad_()
     elif what == "hessian":
         ours.backbone.regress_config.hessian = True
+    elif what == "experts":
+        ours.head.mixture = type("MOLE", (torch.nn.Module,), {})().eval()
+    elif what == "checkpoints":
+        ours.backbone.edge_degree_embedding.activation_checkpoint_chunk_size = 1000
     else:
-        ours.backbone.mixture = type("MOLE", (torch.nn.Module,), {})()
+        context = torch.autograd.forward_ad.dual_level()
+    with context:
+        for _ in range(3):
+            step(_force_steps._copied(data))
+    assert step._captured is None
+
+
+@pytest.mark.parametrize("what", ["cutoff", "max_neighbors", "stress", "buffer"])
+def test_a_force_step_sees_other_models(uncaptured, what):
+    ours = Forces(*model("umas_fast_pytorch", regress_stress=True))
+    step, data = uma.ForceStep(ours), systems(1)
     for _ in range(3):
-        step(_force_steps._copied(data))
+        stepped(step, data, 1e-10)
+    assert step._captured is not None
+    if what == "stress":
+        ours.backbone.regress_config.stress = False
+    elif what == "buffer":
+        ours.backbone._unified_radial_mlp.W1_cat = 2 * ours.backbone._unified_radial_mlp.W1_cat
+    else:
+        setattr(ours.backbone, what, 6)
+    stepped(step, data, 1e-10)
     assert step._captured is None
 
 

@@ -18,6 +18,7 @@ import fusedops._frame.needs_torch  # noqa: F401
 
 import torch
 
+from fusedops._frame.bridge.modes import transforms
 from fusedops._frame.check import positive, refuse, traced
 from fusedops.compat._edges import targets_of
 
@@ -37,8 +38,9 @@ class ForceStep(torch.nn.Module):
     replay; atoms, elements, cells, charges and spins may change between. A replay takes the time of
     the GPU's kernels alone. It gives the model's results, without gradients, and is served where
     the model would give forces without gradients too: for tensors on a GPU, in evaluation, with
-    frozen weights, without Hessians and without a mixture of experts that isn't merged. All else,
-    such as an atom with more neighbours than fairchem keeps, is served by the model itself.
+    frozen weights, without Hessians, activation checkpointing and a mixture of experts that isn't
+    merged. All else, such as an atom with more neighbours than fairchem keeps, is served by the
+    model itself.
 
     Parameters
     ----------
@@ -55,7 +57,8 @@ class ForceStep(torch.nn.Module):
     Notes
     -----
     A changed cell, as in simulations at constant pressure, has its pairs found anew in every step.
-    A graph keeps the memory of a step. Weights may change in place; the step is captured anew.
+    A graph keeps the memory of a step. After changes of weights, or of the backbone's attributes,
+    the step is captured anew.
 
     Examples
     --------
@@ -106,31 +109,42 @@ class ForceStep(torch.nn.Module):
     def _kind(self, data: Any) -> Any:
         """Return all that a graph depends on but values, or None where no graph serves."""
         (backbone,) = _backbones(self.model)
-        parameters = list(self.model.parameters())
-        asked = backbone.regress_config
+        modules, asked = list(self.modules()), backbone.regress_config
+        tensors = [*self.parameters(), *self.buffers()]
+        given = _inputs(data)
         parallel = sys.modules.get("fairchem.core.common.gp_utils")
         if (
-            self.training
+            any([m.training for m in modules])
             or traced()
+            or transforms()
             or not _is_on_gpu(data["pos"])
+            or any([x.device != data["pos"].device for _, x in given])
             or not (asked.forces or asked.stress)
             or asked.direct_forces
             or asked.hessian
-            or any([p.requires_grad for p in parameters])
+            or any([x.requires_grad for x in tensors])
             # A caller may want gradients that go on from here.
-            or any([data[name].grad_fn is not None for name in ("pos", "cell")])
-            or any([type(m).__name__.startswith("MOLE") for m in backbone.modules()])
+            or any([x.grad_fn is not None for _, x in given])
+            or any(map(_divides_edges, modules))
             or (parallel is not None and parallel.initialized())
         ):
             return None
+        settings = {**vars(backbone), **vars(asked)}
         return (
-            [(name, x.shape, x.dtype, x.device) for name, x in _inputs(data)],
+            [(name, x.shape, x.dtype, x.device) for name, x in given],
             list(data["dataset"]) if "dataset" in data else None,
-            [(p.data_ptr(), p._version) for p in parameters],
+            [(x.data_ptr(), x._version) for x in tensors],
+            {name: x for name, x in settings.items() if isinstance(x, (int, float, str))},
             (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
             torch.are_deterministic_algorithms_enabled(),
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
         )
+
+
+def _divides_edges(module: Any) -> bool:
+    """Return whether a module divides edges among experts or checkpoints, by numbers of the host."""
+    chunk = vars(module).get("activation_checkpoint_chunk_size")
+    return type(module).__name__.startswith("MOLE") or chunk is not None
 
 
 def _backbones(model: Any) -> list[Any]:
