@@ -9,6 +9,7 @@ import contextlib
 import gc
 import pickle
 import sys
+import threading
 import types
 import warnings
 
@@ -463,6 +464,58 @@ def test_a_force_step_finds_pairs_of_another_box(uncaptured, what):
     assert stepped(step, data, 1e-10) == 2
 
 
+def test_a_capture_that_fails(uncaptured, monkeypatch):
+    def fails(evaluate, device):
+        evaluate()
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(_force_steps, "captured", fails)
+    step, data = uma.ForceStep(Forces(*model("umas_fast_gpu", regress_stress=True))), systems(1)
+    stepped(step, data, 1e-10)
+    with pytest.warns(RuntimeWarning, match="ForceStep: .* capturing failed: .*not permitted"):
+        stepped(step, data, 1e-10)
+    assert stepped(step, data, 1e-10) == 1
+    assert "_generate_graph" not in vars(step.model.backbone)
+
+
+def test_a_force_step_that_is_interrupted(uncaptured, monkeypatch):
+    step, data = uma.ForceStep(Forces(*model("umas_fast_gpu", regress_stress=True))), systems(1)
+    for _ in range(3):
+        stepped(step, data, 1e-10)
+
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(step._captured, "_keep", interrupted)
+    data["pos"] = data["pos"].flip(0)
+    with pytest.raises(KeyboardInterrupt):
+        step(data.clone())
+    assert step._captured is None
+    stepped(step, data, 1e-10)
+
+
+def test_force_steps_of_threads(uncaptured, monkeypatch):
+    step, data = uma.ForceStep(Forces(*model("umas_fast_gpu", regress_stress=True))), systems(1)
+    for _ in range(2):
+        stepped(step, data, 1e-10)
+    want = step(data.clone())["energy"]
+    other, entered, run = data.clone(), threading.Event(), step._captured.run
+    moved(other, "charge")
+    thread = threading.Thread(target=step, args=(other,))
+
+    def meanwhile():
+        if not entered.is_set():
+            entered.set()
+            thread.start()
+            thread.join(0.3)
+        run()
+
+    step._captured.run = meanwhile
+    found = step(data.clone())["energy"]
+    thread.join()
+    assert_close([found], [want], 1e-10)
+
+
 def test_a_force_step_keeps_no_edges(uncaptured):
     step = uma.ForceStep(Forces(*model("umas_fast_gpu", regress_stress=True)))
     gc.collect()
@@ -478,7 +531,7 @@ def test_bad_force_steps():
         uma.ForceStep(torch.nn.Identity())
     old = model("general")[0]
     del old.regress_config
-    with pytest.raises(TypeError, match="model is fairchem 2.16's; it should be of 2.17 or newer"):
+    with pytest.raises(TypeError, match=r"model is fairchem 2\.16's; it should be of 2\.17"):
         uma.ForceStep(old)
     with pytest.raises(ValueError, match="ForceStep: skin is 0; it should be a positive number"):
         uma.ForceStep(Forces(*model("general")), skin=0)

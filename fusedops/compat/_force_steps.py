@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ import fusedops._frame.needs_torch  # noqa: F401
 import torch
 
 from fusedops._frame.bridge.modes import transforms
-from fusedops._frame.check import positive, refuse, traced
+from fusedops._frame.check import positive, refuse, traced, warn
 from fusedops.compat._edges import targets_of
 
 #: The names in fairchem's data of what depends on edges.
@@ -52,7 +53,7 @@ class ForceStep(torch.nn.Module):
     Raises
     ------
     TypeError, ValueError
-        If `model` has no such backbone, or one of fairchem 2.16, or `skin` is not a positive number.
+        If `model` has no such backbone, or fairchem 2.16's, or `skin` is not a positive number.
 
     Notes
     -----
@@ -79,11 +80,17 @@ class ForceStep(torch.nn.Module):
             refuse(TypeError, "ForceStep", "model", "is fairchem 2.16's", "be of 2.17 or newer")
         self._seen: Any = None
         self._captured: _Captured | None = None
+        self._fails = False
+        # Calls of several threads would write to the same arrays.
+        self._lock = threading.RLock()
         self.train(model.training)
 
     def __getstate__(self) -> dict[str, Any]:
-        # No copy of a graph can be made.
-        return {**vars(self), "_seen": None, "_captured": None}
+        # No copy of a graph or a lock can be made.
+        return {**vars(self), "_seen": None, "_captured": None, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_lock": threading.RLock()})
 
     @property
     def module(self) -> Any:
@@ -92,19 +99,33 @@ class ForceStep(torch.nn.Module):
 
     def forward(self, data: Any) -> Any:
         """Return what the model returns."""
-        kind = self._kind(data)
-        if kind is None or kind != self._seen:
-            self._seen, self._captured = kind, None
+        with self._lock:
+            kind = self._kind(data)
+            if kind is None or kind != self._seen:
+                self._seen, self._captured, self._fails = kind, None, False
+            elif not self._fails and (found := self._step(data)):
+                return found.outputs
             return self.model(data)
-        found = None if self._captured is None else self._captured.step(data)
+
+    def _step(self, data: Any) -> _Found | None:
+        """Return the results of a step, or None where they aren't the model's."""
+        # An error leaves no graph with half of the inputs.
+        graph, self._captured = self._captured, None
+        found = None if graph is None else graph.step(data)
         if found is None:
             # Its memory serves the next one.
-            self._captured = None
-            self._captured = _Captured(self.model, data, self.skin)
-            found = self._captured.step(data)
+            graph = None
+            try:
+                graph = _Captured(self.model, data, self.skin)
+            except Exception as error:
+                self._fails = True
+                warn(f"ForceStep: such steps are the model's own: capturing failed: {error!r}")
+                return None
+            found = graph.step(data)
+        self._captured = graph
         # A new graph has room.
         assert found is not None
-        return found.outputs if found.serves else self.model(data)
+        return found if found.serves else None
 
     def _kind(self, data: Any) -> Any:
         """Return all that a graph depends on but values, or None where no graph serves."""
@@ -142,7 +163,7 @@ class ForceStep(torch.nn.Module):
 
 
 def _divides_edges(module: Any) -> bool:
-    """Return whether a module divides edges among experts or checkpoints, by numbers of the host."""
+    """Return whether a module divides edges among experts or checkpoints, by the host's numbers."""
     chunk = vars(module).get("activation_checkpoint_chunk_size")
     return type(module).__name__.startswith("MOLE") or chunk is not None
 
@@ -345,10 +366,10 @@ def captured(evaluate: Callable[[], None], device: Any) -> Callable[[], None]:
     """Return the replay of a CUDA graph of a function, called before to compile kernels."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
+    # torch.cuda.graph leaves its stream current where it can't end a capture.
     with torch.cuda.stream(stream):
         for _ in range(2):
             evaluate()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        evaluate()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            evaluate()
     return graph.replay
