@@ -494,6 +494,23 @@ def test_a_force_step_that_is_interrupted(uncaptured, monkeypatch):
     stepped(step, data, 1e-10)
 
 
+def test_results_of_a_force_step_in_a_tuple(uncaptured):
+    class Pair(Forces):
+        def forward(self, data):
+            found = super().forward(data)
+            return found["energy"], [found["forces"]]
+
+    step, data = uma.ForceStep(Pair(*model("umas_fast_gpu", regress_stress=True))), systems(1)
+    for _ in range(2):
+        energy, (forces,) = step(data.clone())
+    for found, kept in (
+        (energy, step._captured.outputs[0]),
+        (forces, step._captured.outputs[1][0]),
+    ):
+        assert found.data_ptr() != kept.data_ptr()
+        assert kept.grad_fn is None
+
+
 def test_force_steps_of_threads(uncaptured, monkeypatch):
     step, data = uma.ForceStep(Forces(*model("umas_fast_gpu", regress_stress=True))), systems(1)
     for _ in range(2):

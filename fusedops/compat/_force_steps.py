@@ -18,6 +18,7 @@ from typing import Any
 import fusedops._frame.needs_torch  # noqa: F401
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from fusedops._frame.bridge.modes import transforms
 from fusedops._frame.check import positive, refuse, traced, warn
@@ -279,7 +280,7 @@ class _Captured:
         if edges > self.space:
             return None
         serves = given or most <= self.backbone.max_neighbors
-        return _Found(_each(self.outputs, torch.clone), serves)
+        return _Found(tree_map_only(torch.Tensor, torch.clone, self.outputs), serves)
 
     def _evaluate(self) -> None:
         """Evaluate the model on the arrays."""
@@ -293,7 +294,7 @@ class _Captured:
                     self.backbone.dataset_embedding, forward=lambda _: self.embedded
                 )
                 stack.enter_context(looked_up)
-            self.outputs = _each(self.model(data), torch.detach)
+            self.outputs = tree_map_only(torch.Tensor, torch.detach, self.model(data))
 
     def _edges(self, data: Any) -> dict[str, Any]:
         """Return fairchem's description of edges, made of the pairs within the cutoff."""
@@ -353,13 +354,6 @@ def _replaced(owner: Any, **values: Any) -> Iterator[None]:
         for name in values:
             del vars(owner)[name]
         vars(owner).update(before)
-
-
-def _each(outputs: Any, function: Callable[[Any], Any]) -> Any:
-    """Return outputs with a function of each tensor."""
-    if isinstance(outputs, dict):
-        return {name: _each(value, function) for name, value in outputs.items()}
-    return function(outputs) if isinstance(outputs, torch.Tensor) else outputs
 
 
 def captured(evaluate: Callable[[], None], device: Any) -> Callable[[], None]:
