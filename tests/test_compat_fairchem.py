@@ -76,11 +76,10 @@ def model(mode, lmax=2, mmax=2, dtype=torch.float64, prepared=True, **options):
         num_layers=2,
         cutoff=4.0,
         otf_graph=True,
-        direct_forces=False,
         chg_spin_emb_type="rand_emb",
         dataset_list=["omat"],
         execution_mode=mode,
-        **options,
+        **{"direct_forces": False, **options},
     )
     head = escn_md.MLP_EFS_Head(backbone, prefix=None, wrap_property=False)
     backbone.eval().to(dtype)
@@ -569,14 +568,28 @@ def test_a_predictor_has_force_steps(monkeypatch):
         unit.move_to_device = lambda: None
         with pytest.raises(predict.UMANitroNotSupportedError, match="graphs=True"):
             unit._load_nitro_model(None)
-        for device, kind in (("cuda", uma.ForceStep), ("cpu", predict._ModelWrapper)):
-            backbone, head = model("general", dtype=torch.float32, prepared=False)
+        compiled = []
+        monkeypatch.setattr(torch, "compile", lambda model, **_: compiled.append(model) or model)
+        own_kind = predict._ModelWrapper
+        for device, options, kind in (
+            ("cuda", {}, uma.ForceStep),
+            ("cpu", {}, own_kind),
+            ("cuda", {"regress_hessian": True}, own_kind),
+            ("cuda", {"direct_forces": True}, own_kind),
+            ("cuda", None, own_kind),
+        ):
+            backbone, head = model("general", dtype=torch.float32, prepared=False, **options or {})
+            if options is None:
+                # Another model of fairchem's.
+                backbone = torch.nn.Linear(1, 1)
+                backbone.prepare_for_inference = lambda *_, self=backbone: self
             inner = predict.HydraModelV2 if hasattr(predict, "HydraModelV2") else None
             inner = inner or sys.modules["fairchem.core.models.base"].HydraModelV2
             unit.model, unit.device = predict._ModelWrapper(inner(backbone, {"efs": head})), device
-            monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+            compiled.clear()
             unit._lazy_init(systems(1, torch.float32))
             assert type(unit.model) is kind
+            assert len(compiled) == (kind is own_kind)
             assert type(unit.model.module) is inner
             assert unit.inference_settings.compile
         uma.register(turbo=True)

@@ -131,7 +131,7 @@ class ForceStep(torch.nn.Module):
     def _kind(self, data: Any) -> Any:
         """Return all that a graph depends on but values, or None where no graph serves."""
         (backbone,) = _backbones(self.model)
-        modules, asked = list(self.modules()), backbone.regress_config
+        modules = list(self.modules())
         tensors = [*self.parameters(), *self.buffers()]
         given = _inputs(data)
         parallel = sys.modules.get("fairchem.core.common.gp_utils")
@@ -141,9 +141,7 @@ class ForceStep(torch.nn.Module):
             or transforms()
             or not _is_on_gpu(data["pos"])
             or any([x.device != data["pos"].device for _, x in given])
-            or not (asked.forces or asked.stress)
-            or asked.direct_forces
-            or asked.hessian
+            or not has_force_steps(self.model)
             or any([x.requires_grad for x in tensors])
             # A caller may want gradients that go on from here.
             or any([x.grad_fn is not None for _, x in given])
@@ -151,7 +149,7 @@ class ForceStep(torch.nn.Module):
             or (parallel is not None and parallel.initialized())
         ):
             return None
-        settings = {**vars(backbone), **vars(asked)}
+        settings = {**vars(backbone), **vars(backbone.regress_config)}
         return (
             [(name, x.shape, x.dtype, x.device) for name, x in given],
             list(data["dataset"]) if "dataset" in data else None,
@@ -161,6 +159,14 @@ class ForceStep(torch.nn.Module):
             torch.are_deterministic_algorithms_enabled(),
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
         )
+
+
+def has_force_steps(model: Any) -> bool:
+    """Return whether a model is UMA with forces that are gradients, and no Hessian."""
+    asked = [backbone.regress_config for backbone in _backbones(model)]
+    if len(asked) != 1 or asked[0].direct_forces or asked[0].hessian:
+        return False
+    return bool(asked[0].forces or asked[0].stress)
 
 
 def _divides_edges(module: Any) -> bool:

@@ -27,7 +27,7 @@ import fusedops._frame.bridge  # noqa: F401
 from fusedops._frame.check import flag, one_of
 from fusedops._swaps import Swap, log, of, start, stop
 from fusedops.compat._edges import edges_of
-from fusedops.compat._force_steps import ForceStep
+from fusedops.compat._force_steps import ForceStep, has_force_steps
 from fusedops.nn import SO2Convolution, radial_products
 from fusedops.so2 import PRECISIONS, Layout, gate_activation
 from fusedops.so2.op import WEIGHTS
@@ -610,8 +610,8 @@ def register(
         Of the products in SO(2) convolutions of models that are prepared for inference; see
         `fusedops.so2_convolution`.
     graphs : bool
-        Whether fairchem's predictors, and so its calculator, have their force steps on a GPU by
-        `ForceStep`, in the place of Nitro and torch.compile.
+        Whether fairchem's predictors of UMA, and so its calculator, have their force steps on a GPU
+        by `ForceStep`, in the place of Nitro and torch.compile.
 
     Raises
     ------
@@ -695,11 +695,12 @@ def _declined(load: F) -> F:
 
 
 def _stepped(prepare: F) -> F:
-    """Return fairchem's method that prepares a predictor, with a `ForceStep` on a GPU."""
+    """Return fairchem's method that prepares a predictor, with a `ForceStep` of UMA on a GPU."""
 
     @functools.wraps(prepare)
     def prepared(self: Any, data: Any) -> None:
-        if torch.device(self.device).type != "cuda":
+        # Others keep torch.compile.
+        if torch.device(self.device).type != "cuda" or not has_force_steps(self.model):
             prepare(self, data)
             return
         compiles, self.inference_settings.compile = self.inference_settings.compile, False
