@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 # Imported now: torch.compile can't import the bridge while it traces a call.
 import fusedops._frame.bridge  # noqa: F401
-from fusedops._frame.arrays import wide
+from fusedops._frame.arrays import allows_tf32, wide
 from fusedops._frame.bridge.modes import watched
 from fusedops._frame.check import at_least_one, holds, of_shape, one_of, size, traced
 from fusedops._frame.registry import BACKENDS, BackendName
@@ -916,8 +916,8 @@ class RadialProducts(TorchFunctionMode):
             and input.ndim == weight.ndim == 2
             and input.shape[1] == weight.shape[1]
             and (bias is None or bias.shape == weight.shape[:1])
-            and not torch.is_autocast_enabled(input.device.type)
             and _repays(input, weight)
+            and not torch.is_autocast_enabled(input.device.type)
         )
 
     @staticmethod
@@ -932,8 +932,8 @@ def _repays(input: torch.Tensor, weight: torch.Tensor) -> bool:
     if input.is_cpu:
         return products >= MANY
     least, results = REPAID
-    fast = torch.backends.cuda.matmul.allow_tf32
-    return input.is_cuda and not fast and products >= least and len(weight) >= results
+    many = products >= least and len(weight) >= results
+    return input.is_cuda and many and not allows_tf32()
 
 
 def radial_products(x: torch.Tensor, backend: BackendName | None = None) -> Any:

@@ -532,6 +532,24 @@ def test_force_steps_of_threads(uncaptured, monkeypatch):
     assert_close([found], [want], 1e-10)
 
 
+def test_a_force_step_reads_torchs_newer_switch(uncaptured, monkeypatch):
+    class Newer:
+        fp32_precision = "ieee"
+
+        @property
+        def allow_tf32(self):
+            raise RuntimeError("you have used mix of the legacy and new APIs")
+
+    monkeypatch.setattr(torch.backends.cuda, "matmul", Newer())
+    step, data = uma.ForceStep(Forces(*model("umas_fast_gpu", regress_stress=True))), systems(1)
+    for _ in range(2):
+        stepped(step, data, 1e-10)
+    assert step._captured is not None
+    Newer.fp32_precision = "tf32"
+    step(data.clone())
+    assert step._captured is None
+
+
 def test_a_force_step_keeps_no_edges(uncaptured):
     step = uma.ForceStep(Forces(*model("umas_fast_gpu", regress_stress=True)))
     gc.collect()

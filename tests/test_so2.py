@@ -385,6 +385,16 @@ def test_radial_functions_that_are_left_to_torch(served, monkeypatch, why):
 
 
 @needs_torch
+def test_radial_functions_without_memory(served):
+    from fusedops.nn import radial_products
+
+    net, x = (part.to("meta") for part in network())
+    with radial_products(x):
+        assert net(x).is_meta
+    assert not served
+
+
+@needs_torch
 def test_a_radial_function_of_another_width_raises_torchs_error(served):
     from fusedops.nn import radial_products
 

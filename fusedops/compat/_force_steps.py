@@ -20,6 +20,7 @@ import fusedops._frame.needs_torch  # noqa: F401
 import torch
 from torch.utils._pytree import tree_map_only
 
+from fusedops._frame.arrays import allows_tf32
 from fusedops._frame.bridge.modes import transforms
 from fusedops._frame.check import positive, refuse, traced, warn
 from fusedops.compat._edges import targets_of
@@ -155,7 +156,7 @@ class ForceStep(torch.nn.Module):
             list(data["dataset"]) if "dataset" in data else None,
             [(x.data_ptr(), x._version) for x in tensors],
             {name: x for name, x in settings.items() if isinstance(x, (int, float, str))},
-            (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
+            allows_tf32(),
             torch.are_deterministic_algorithms_enabled(),
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
         )
