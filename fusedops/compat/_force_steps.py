@@ -36,7 +36,7 @@ _ALL = 1 << 20
 
 
 class ForceStep(torch.nn.Module):
-    """A model of fairchem's whose force steps are replayed as CUDA graphs.
+    """A model of fairchem's (2.17 or newer) whose force steps are replayed as CUDA graphs.
 
     The second of two calls with as many atoms and systems captures a graph, which later calls
     replay; atoms, elements, cells, charges and spins may change between. A replay takes the time of
@@ -62,7 +62,8 @@ class ForceStep(torch.nn.Module):
     -----
     A changed cell, as in simulations at constant pressure, has its pairs found anew in every step.
     A graph keeps the memory of a step. After changes of weights, or of the backbone's attributes,
-    the step is captured anew.
+    the step is captured anew. A capture that fails, as where a model waits for the GPU, leaves the
+    steps to the model, with a warning. Forward hooks of the model's layers run in no replay.
 
     Examples
     --------

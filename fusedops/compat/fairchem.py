@@ -160,7 +160,7 @@ class EdgeOps:
 
     They serve any lmax, mmax and number of channels, on CPUs and GPUs, with derivatives of any
     order. A model that fairchem prepares for inference gets our SO(2) convolutions and gates too,
-    and on a CPU our products in the networks of radial functions.
+    and our products in the networks of radial functions.
     `register` makes backends of this class and fairchem's own.
 
     Attributes
