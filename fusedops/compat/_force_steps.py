@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -52,6 +51,11 @@ class ForceStep(torch.nn.Module):
         A function of fairchem's ``AtomicData`` with one ``eSCNMDBackbone``, prepared for inference.
     skin : float
         Å. With more, pairs are found less often, and more of them are looked at in every step.
+
+    Attributes
+    ----------
+    module : torch.nn.Module
+        The model's own ``module``, which fairchem's predictor asks for tasks.
 
     Raises
     ------
@@ -98,11 +102,26 @@ class ForceStep(torch.nn.Module):
 
     @property
     def module(self) -> Any:
-        """The model that fairchem's predictor asks for tasks."""
+        """The model's own ``module``, which fairchem's predictor asks for tasks."""
         return self.model.module
 
     def forward(self, data: Any) -> Any:
-        """Return what the model returns."""
+        """Return what the model returns, without gradients where a graph is replayed.
+
+        Parameters
+        ----------
+        data : AtomicData
+            fairchem's description of one or several systems; it stays as it is in a replay.
+
+        Returns
+        -------
+        dict, tuple, list or tensor
+            Copies of the model's results: energies, forces, and stress if the model has it.
+
+        Examples
+        --------
+        >>> step(data)["energy"]  # doctest: +SKIP
+        """
         with self._lock:
             kind = self._kind(data)
             if kind is None or kind != self._seen:
@@ -133,7 +152,7 @@ class ForceStep(torch.nn.Module):
 
     def _kind(self, data: Any) -> Any:
         """Return all that a graph depends on but values, or None where no graph serves."""
-        (backbone,) = _backbones(self.model)
+        backbones = _backbones(self.model)
         modules = list(self.modules())
         # The GPU waits, and torch's lists of them take three times as long.
         held = [of for m in modules for of in (m._parameters, m._buffers)]
@@ -146,7 +165,7 @@ class ForceStep(torch.nn.Module):
             or transforms()
             or not _is_on_gpu(data["pos"])
             or any([x.device != data["pos"].device for _, x in given])
-            or not has_force_steps(self.model)
+            or not _have_force_steps(backbones)
             or any([x.requires_grad for x in tensors])
             # A caller may want gradients that go on from here.
             or any([x.grad_fn is not None for _, x in given])
@@ -154,7 +173,7 @@ class ForceStep(torch.nn.Module):
             or (parallel is not None and parallel.initialized())
         ):
             return None
-        settings = {**vars(backbone), **vars(backbone.regress_config)}
+        settings = {**vars(backbones[0]), **vars(backbones[0].regress_config)}
         return (
             [(name, x.shape, x.dtype, x.device) for name, x in given],
             list(data["dataset"]) if "dataset" in data else None,
@@ -168,7 +187,11 @@ class ForceStep(torch.nn.Module):
 
 def has_force_steps(model: Any) -> bool:
     """Return whether a model is UMA with forces that are gradients, and no Hessian."""
-    asked = [backbone.regress_config for backbone in _backbones(model)]
+    return _have_force_steps(_backbones(model))
+
+
+def _have_force_steps(backbones: list[Any]) -> bool:
+    asked = [backbone.regress_config for backbone in backbones]
     if len(asked) != 1 or asked[0].direct_forces or asked[0].hessian:
         return False
     return bool(asked[0].forces or asked[0].stress)
@@ -180,13 +203,9 @@ def _divides_edges(module: Any) -> bool:
     return type(module).__name__.startswith("MOLE") or chunk is not None
 
 
-@functools.cache
-def _is_backbone(kind: type) -> bool:
-    return "eSCNMDBackbone" in [of.__name__ for of in kind.__mro__]
-
-
 def _backbones(model: Any) -> list[Any]:
-    return [module for module in model.modules() if _is_backbone(type(module))]
+    names = [(m, [of.__name__ for of in type(m).__mro__]) for m in model.modules()]
+    return [m for m, classes in names if "eSCNMDBackbone" in classes]
 
 
 def _is_on_gpu(tensor: Any) -> bool:
