@@ -157,14 +157,14 @@ class ForceStep(torch.nn.Module):
         # The GPU waits, and torch's lists of them take three times as long.
         held = [of for m in modules for of in (m._parameters, m._buffers)]
         tensors = [x for of in held for x in of.values() if x is not None]
-        given = _inputs(data)
+        given, pos = _inputs(data), data["pos"]
         parallel = sys.modules.get("fairchem.core.common.gp_utils")
         if (
             any([m.training for m in modules])
             or traced()
             or transforms()
-            or not _is_on_gpu(data["pos"])
-            or any([x.device != data["pos"].device for _, x in given])
+            or not _is_on_gpu(pos)
+            or any([x.device != pos.device for _, x in given])
             or not _have_force_steps(backbones)
             or any([x.requires_grad for x in tensors])
             # A caller may want gradients that go on from here.
@@ -179,6 +179,8 @@ class ForceStep(torch.nn.Module):
             list(data["dataset"]) if "dataset" in data else None,
             [(x.data_ptr(), x._version) for x in tensors],
             {name: x for name, x in settings.items() if isinstance(x, (int, float, str))},
+            # Replays, and copies of their results, are in the order of one stream.
+            torch.cuda.current_stream(pos.device).cuda_stream if pos.is_cuda else None,
             allows_tf32(),
             torch.are_deterministic_algorithms_enabled(),
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
