@@ -97,10 +97,11 @@ class Amplitudes:
     sigma : (M,) float64 array
         Standard deviations; NaN where F is, or where the file has none.
     free : (M,) bool array
-        Whether a reflection is kept for R free.
+        Whether a reflection is kept for R free, by its status. Numbers in ``pdbx_r_free_flag`` have
+        no meaning that all programs share, and aren't read.
     negative : int
         The number of reflections whose intensity isn't positive.
-    cell : gemmi.UnitCell
+    cell : gemmi.UnitCell or None
     spacegroup : gemmi.SpaceGroup or None
 
     Examples
@@ -143,7 +144,8 @@ def read_amplitudes(path: str | os.PathLike) -> Amplitudes:
     Raises
     ------
     StructureError
-        The file can't be read, has no reflections, or has no column of measured values.
+        The file can't be read, has no reflections, has no column of measured values, or has a value
+        that is neither a number nor unknown.
     ImportError
         gemmi isn't installed.
 
@@ -181,11 +183,18 @@ def read_amplitudes(path: str | os.PathLike) -> Amplitudes:
         def texts(name: str) -> list[str]:
             return loop.values[[*labels].index(name) :: loop.width()]
 
+        def numbers(name: str) -> np.ndarray:
+            found = block.make_float_array(labels[name])
+            for text in np.array(texts(name))[np.isnan(found)].tolist():
+                if text not in (".", "?") and text.lower() != "nan":
+                    raise ValueError(f"a {name} is {text}, which is no number")
+            return found
+
         known = [columns for columns in _COLUMNS if columns[0] in labels]
         if not known:
             raise ValueError(f"its reflections have no measured value, but {', '.join(labels)}")
         known.sort(key=lambda columns: columns[1] not in labels)
-        arrays = [block.make_float_array(labels[columns[0]]) for columns in known]
+        arrays = [numbers(columns[0]) for columns in known]
         first = next((n for n, array in enumerate(arrays) if np.isfinite(array).any()), 0)
         (_, sigma_name, power), values = known[first], arrays[first]
         if not len(values):
@@ -200,7 +209,7 @@ def read_amplitudes(path: str | os.PathLike) -> Amplitudes:
                 raise ValueError(f"an {index} is {largest:g} in size, beyond 32 bits")
         sigma = np.full(len(values), np.nan)
         if sigma_name in labels:
-            sigma = block.make_float_array(labels[sigma_name])
+            sigma = numbers(sigma_name)
     except (ValueError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise StructureError(f"{path}: can't be read as reflections: {reason}") from None
@@ -215,7 +224,8 @@ def read_amplitudes(path: str | os.PathLike) -> Amplitudes:
     F = values ** (1 / power)
     sigma = np.where(np.isnan(F), np.nan, sigma / (power * F ** (power - 1)))
     hkl, free = np.array(indices, np.int32).T, status == "f"
-    return Amplitudes(hkl, F, sigma, free, int(negative.sum()), block.cell, block.spacegroup)
+    cell = block.cell if block.cell.is_crystal() else None
+    return Amplitudes(hkl, F, sigma, free, int(negative.sum()), cell, block.spacegroup)
 
 
 def solvent_mask(structure: Structure, grid: MapGrid, xyz: np.ndarray | None = None) -> np.ndarray:

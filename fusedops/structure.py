@@ -357,10 +357,10 @@ def planar_groups(
     - The planes that `restraints` gives to a residue, in place of a side chain or base above. Atoms
       that the model lacks are left out, as in REFMAC5, if four remain.
 
-    Hydrogens belong to no plane. Each alternative conformation that occurs among the atoms of a
-    plane gives a plane of its own. Atoms without one belong to all of these planes, also across
-    two residues at the same position. Any other plane that lacks an atom is left out, and of a side
-    chain or a base listed as incomplete.
+    Hydrogens belong to no plane, nor do atoms that repeat a name in their residue. Each alternative
+    conformation that occurs among the atoms of a plane gives a plane of its own. Atoms without one
+    belong to all of these planes, also across two residues at the same position. Any other plane
+    that lacks an atom is left out, and of a side chain or a base listed as incomplete.
 
     Parameters
     ----------

@@ -392,6 +392,9 @@ def test_amplitudes_of_small_molecules(tmp_path):
     np.testing.assert_array_equal(found.sigma, [0.2, np.nan, np.nan, np.nan])
     assert found.negative == 1
     assert not found.free.any()
+    assert found.cell.a == 5
+    text = "\n".join(line for line in CORE.splitlines() if not line.startswith("_cell"))
+    assert amplitudes(tmp_path, text).cell is None
     assert found.cell.parameters == (5, 6, 7, 90, 100, 90)
     assert found.spacegroup.hm == "P 1 21/c 1"
 
@@ -435,6 +438,8 @@ def test_refusals_of_amplitudes(tmp_path):
     empty = "data_rxsf\nloop_ _refln.index_h _refln.index_k _refln.index_l _refln.F_meas_au\n"
     with pytest.raises(StructureError, match=r"x\.cif: can't be read as .*(empty|no reflections)"):
         amplitudes(tmp_path, empty)
+    with pytest.raises(StructureError, match=r"a f_squared_meas is ten, which is no number"):
+        amplitudes(tmp_path, CORE.replace("100.0(4)", "ten"))
     text = CORE.replace("F_squared_meas", "F_squared_other")
     with pytest.raises(StructureError, match="have no measured value, but index_h, index_k, "):
         amplitudes(tmp_path, text)
