@@ -933,7 +933,8 @@ def _repays(input: torch.Tensor, weight: torch.Tensor) -> bool:
         return products >= MANY
     least, results = REPAID
     many = products >= least and len(weight) >= results
-    return input.is_cuda and many and not allows_tf32()
+    # A sum over edges, for weights, was not timed.
+    return input.is_cuda and many and not (weight.requires_grad or allows_tf32())
 
 
 def radial_products(x: torch.Tensor, backend: BackendName | None = None) -> Any:
