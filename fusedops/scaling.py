@@ -183,7 +183,7 @@ def read_amplitudes(path: str | os.PathLike) -> Amplitudes:
         def texts(name: str) -> list[str]:
             return loop.values[[*labels].index(name) :: loop.width()]
 
-        def numbers(name: str) -> np.ndarray:
+        def column(name: str) -> np.ndarray:
             found = block.make_float_array(labels[name])
             for text in np.array(texts(name))[np.isnan(found)].tolist():
                 if text not in (".", "?") and text.lower() != "nan":
@@ -194,7 +194,7 @@ def read_amplitudes(path: str | os.PathLike) -> Amplitudes:
         if not known:
             raise ValueError(f"its reflections have no measured value, but {', '.join(labels)}")
         known.sort(key=lambda columns: columns[1] not in labels)
-        arrays = [numbers(columns[0]) for columns in known]
+        arrays = [column(columns[0]) for columns in known]
         first = next((n for n, array in enumerate(arrays) if np.isfinite(array).any()), 0)
         (_, sigma_name, power), values = known[first], arrays[first]
         if not len(values):
@@ -209,14 +209,14 @@ def read_amplitudes(path: str | os.PathLike) -> Amplitudes:
                 raise ValueError(f"an {index} is {largest:g} in size, beyond 32 bits")
         sigma = np.full(len(values), np.nan)
         if sigma_name in labels:
-            sigma = numbers(sigma_name)
+            sigma = column(sigma_name)
     except (ValueError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise StructureError(f"{path}: can't be read as reflections: {reason}") from None
     status = np.full(len(values), "o")
-    for column in _STATUS:
-        if column in labels:
-            status = np.array([gemmi.cif.as_string(text).lower() for text in texts(column)])
+    for name in _STATUS:
+        if name in labels:
+            status = np.array([gemmi.cif.as_string(text).lower() for text in texts(name)])
             break
     values[np.isin(status, _EXCLUDED)] = np.nan
     negative = values <= 0 if power == 2 else np.zeros(len(values), bool)
