@@ -371,11 +371,9 @@ class _Captured:
 
 def _vectors(pos: Any, cell: Any, batch: Any, source: Any, target: Any, offsets: Any) -> Any:
     """Return the vectors from targets to the sources' images."""
-    if len(cell) == 1:
-        shifts = offsets @ cell[0]
-    else:
-        of = cell.index_select(0, batch.index_select(0, target))
-        shifts = (offsets[:, None] @ of).squeeze(1)
+    of = cell if len(cell) == 1 else cell.index_select(0, batch.index_select(0, target))
+    # A product of matrices might round the cell to TF32.
+    shifts = (offsets[:, :, None] * of).sum(1)
     return pos.index_select(0, source) - pos.index_select(0, target) + shifts
 
 
