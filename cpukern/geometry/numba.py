@@ -68,28 +68,27 @@ def _bond(x, v, ideal, weight, G, turn):
 
 
 @inlined
-def _moved(R, x):
-    """Return the second atom in its place by R, from the first one."""
+def _moved(R, o, x):
+    """Return the second atom in its place by the operation o of R, from the first one."""
     return (
-        R[0] * x[1, 0] + R[1] * x[1, 1] + R[2] * x[1, 2] - x[0, 0],
-        R[4] * x[1, 0] + R[5] * x[1, 1] + R[6] * x[1, 2] - x[0, 1],
-        R[8] * x[1, 0] + R[9] * x[1, 1] + R[10] * x[1, 2] - x[0, 2],
+        R[o, 0] * x[1, 0] + R[o, 1] * x[1, 1] + R[o, 2] * x[1, 2] - x[0, 0],
+        R[o, 4] * x[1, 0] + R[o, 5] * x[1, 1] + R[o, 6] * x[1, 2] - x[0, 1],
+        R[o, 8] * x[1, 0] + R[o, 9] * x[1, 1] + R[o, 10] * x[1, 2] - x[0, 2],
     )
 
 
 @jit
-def _contact(x, v, ideal, weight, R, G, turn):
-    r = _moved(R, x)
-    r = (r[0] + R[3], r[1] + R[7], r[2] + R[11])
+def _contact(x, v, ideal, weight, R, o, G, turn):
+    r = _moved(R, o, x)
+    r = (r[0] + R[o, 3], r[1] + R[o, 7], r[2] + R[o, 11])
     if ideal < 0 or _dot(r, r) + CONTACT_EPS >= ideal * ideal:
-        G[:2] = 0.0
-        turn[:2] = 0.0
+        # Its rows are zero without G and turn.
         return 0.0, 0.0, 0.0
-    d, u, du = _direction(r, _moved(R, v), CONTACT_EPS)
+    d, u, du = _direction(r, _moved(R, o, v), CONTACT_EPS)
     for i in range(3):
         G[0, i], turn[0, i] = -u[i], -du[i]
-        G[1, i] = R[i] * u[0] + R[4 + i] * u[1] + R[8 + i] * u[2]
-        turn[1, i] = R[i] * du[0] + R[4 + i] * du[1] + R[8 + i] * du[2]
+        G[1, i] = R[o, i] * u[0] + R[o, 4 + i] * u[1] + R[o, 8 + i] * u[2]
+        turn[1, i] = R[o, i] * du[0] + R[o, 4 + i] * du[1] + R[o, 8 + i] * du[2]
     overlap = ideal - d
     square = weight * overlap * overlap
     return square * overlap * overlap, -4 * square * overlap, 12 * square
@@ -211,14 +210,22 @@ def _chiral(x, v, ideal, weight, second, G, turn):
 
 
 @jit
-def _gathered(array, atoms, x):
-    """Copy the rows of atoms into x, and return whether all of them exist."""
-    for k in range(len(atoms)):
-        if atoms[k] < 0 or atoms[k] >= len(array):
+def _gathered(array, index, r, x):
+    """Copy the rows of a restraint's atoms into x, and return whether all of them exist."""
+    for k in range(index.shape[1]):
+        atom = index[r, k]
+        if atom < 0 or atom >= len(array):
             return False
         for i in range(3):
-            x[k, i] = array[atoms[k], i]
+            x[k, i] = array[atom, i]
     return True
+
+
+@jit
+def _clear(spill, r):
+    for k in range(spill.shape[1]):
+        for i in range(3):
+            spill[r, k, i] = 0.0
 
 
 @jit
@@ -249,10 +256,10 @@ def _blocks(
         total = 0.0
         for r in range(block * _BLOCK, min((block + 1) * _BLOCK, len(index))):
             known = kind != CONTACTS or 0 <= image[r] < len(operations)
-            known = known and _gathered(xyz, index[r], x)
-            if not known or (second and not _gathered(ddxyz, index[r], v)):
+            known = known and _gathered(xyz, index, r, x)
+            if not known or (second and not _gathered(ddxyz, index, r, v)):
                 if wanted:
-                    spill[r] = 0.0
+                    _clear(spill, r)
                 continue
             if kind == _BONDS:
                 f, f1, f2 = _bond(x, v, ideal[r], weight[r], G, turn)
@@ -265,8 +272,12 @@ def _blocks(
             elif kind == _CHIRALS:
                 f, f1, f2 = _chiral(x, v, ideal[r], weight[r], second, G, turn)
             else:
-                R = operations[image[r]]
-                f, f1, f2 = _contact(x, v, ideal[r], weight[r], R, G, turn)
+                f, f1, f2 = _contact(x, v, ideal[r], weight[r], operations, image[r], G, turn)
+            if f1 == 0 and f2 == 0:
+                total += 0.0 if second else f
+                if wanted:
+                    _clear(spill, r)
+                continue
             push = 0.0
             if second:
                 for k in range(size):
