@@ -381,6 +381,43 @@ def test_a_force_step_makes_room(uncaptured):
     assert step._captured.space > before
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_strained_cell_keeps_its_pairs_while_they_hold(uncaptured, monkeypatch, count):
+    found, ours = [], Forces(*model("general", regress_stress=True, prepared=False))
+    pairs = _force_steps._Captured._pairs
+    monkeypatch.setattr(
+        _force_steps._Captured, "_pairs", lambda *given: found.append(1) or pairs(*given)
+    )
+    step, data = uma.ForceStep(ours, skin=0.6), systems(count)
+    generator = torch.Generator().manual_seed(2)
+    often = []
+    for k in range(24):
+        stepped(step, data, 1e-10)
+        size = 0.002 if k < 12 else 0.04
+        strain = torch.eye(3) + size * torch.randn(3, 3, generator=generator)
+        data["cell"] = data["cell"] @ strain.to(data["cell"])
+        data["pos"] = data["pos"] @ strain.to(data["pos"])
+        often.append(len(found))
+    # Once for the graph, then rarely, and then in every other step or so.
+    assert often[11] <= 3
+    assert often[-1] >= often[11] + 3
+    # A bound of how much nearer atoms came is one.
+    graph = step._captured
+    for _ in range(50):
+        strain = torch.eye(3) + 0.05 * torch.randn(3, 3, generator=generator)
+        cell, pos, batch = (graph.origin[name] for name in ("cell", "pos", "batch"))
+        now = cell @ strain.to(cell)
+        move = 0.1 * torch.randn(pos.shape, generator=generator).to(pos)
+        at = pos @ strain.to(pos) + move
+        far = torch.randn(200, 3, generator=generator).round().to(pos) @ now[0]
+        first, second = torch.randint(4, (2, 200), generator=generator)
+        after = far + at[second] - at[first]
+        before = far @ torch.linalg.inv(now[0]) @ cell[0] + pos[second] - pos[first]
+        near = after.norm(dim=1) < ours.backbone.cutoff
+        nearer = (before.norm(dim=1) - after.norm(dim=1))[near].max()
+        assert nearer <= graph._nearer(at, now, batch)
+
+
 def test_many_neighbours_are_fairchems(uncaptured):
     ours = Forces(*model("umas_fast_pytorch", regress_stress=True, max_neighbors=6))
     step, data = uma.ForceStep(ours), systems(1)

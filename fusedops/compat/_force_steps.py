@@ -3,7 +3,7 @@
 A graph's arrays have fixed sizes, so there is room for some more edges. A place without an edge
 holds one of an atom to itself, of twice the cutoff's length, where the envelope is zero. fairchem
 finds the pairs of atoms up to the cutoff and a skin; in every step the graph takes the edges from
-them, until an atom has moved by half of the skin (Verlet, Phys. Rev. 159 (1967) 98).
+them, until two atoms may have come nearer by the skin (Verlet, Phys. Rev. 159 (1967) 98).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from fusedops.compat._edges import targets_of
 
 #: The names in fairchem's data of what depends on edges.
 EDGES = frozenset(("edge_index", "cell_offsets", "nedges", "scatter_target"))
-#: The names of what pairs of atoms follow from, beside positions.
-BOX = "cell", "pbc", "batch", "natoms"
+#: The names of what pairs of atoms follow from, beside positions and cells.
+SYSTEMS = "pbc", "batch", "natoms"
 
 #: More neighbours than an atom has.
 _ALL = 1 << 20
@@ -64,8 +64,9 @@ class ForceStep(torch.nn.Module):
 
     Notes
     -----
-    A changed cell, as in simulations at constant pressure, has its pairs found anew in every step.
-    A graph keeps the memory of a step. After changes of weights, or of the backbone's attributes,
+    Pairs are found anew once twice the farthest move of an atom, besides the cell's strain, and the
+    strain times the cutoff add up to more than the skin; and when periodicity or systems change. A
+    graph keeps the memory of a step. After changes of weights, or of the backbone's attributes,
     the step is captured anew. A capture that fails, as where a model waits for the GPU, leaves the
     steps to the model, with a warning. Forward hooks of the model's layers run in no replay.
 
@@ -246,7 +247,7 @@ class _Captured:
             self.data[name] = x.detach().clone()
         pos, cell = self.data["pos"], self.data["cell"]
         # Where the pairs were found.
-        self.origin = {name: self.data[name].clone() for name in ("pos", *BOX)}
+        self.origin = {name: self.data[name].clone() for name in ("pos", "cell", *SYSTEMS)}
         pairs, offsets = self._pairs(data)
         vectors = _vectors(pos, cell, self.data["batch"], pairs[0], pairs[1], offsets)
         edges = int((vectors.square().sum(1) < self.backbone.cutoff**2).sum())
@@ -306,9 +307,9 @@ class _Captured:
             if given and not self._keep(data, *self._pairs(data)):
                 return None
             self.run()
-            edges, most, moved, other = self.report.tolist()
+            edges, most, nearer, other = self.report.tolist()
             # A distance may be NaN.
-            if not given and (other or not 4 * moved <= self.skin**2):
+            if not given and (other or not nearer <= self.skin):
                 if not self._keep(data, *self._pairs(data)):
                     return None
                 self.run()
@@ -332,6 +333,22 @@ class _Captured:
                 stack.enter_context(looked_up)
             self.outputs = tree_map_only(torch.Tensor, torch.detach, self.model(data))
 
+    def _nearer(self, pos: Any, cell: Any, batch: Any) -> Any:
+        """Return an upper bound of how much nearer two atoms within the cutoff may have come, Å.
+
+        With M the matrix that takes the cell to what it was, a vector r was r M, but for moves of
+        the atoms at its ends; and |r M| is at most (1 + |M - 1|) |r|.
+        """
+        before, one = self.origin["cell"], torch.eye(3, dtype=cell.dtype, device=cell.device)
+        # Sums of products, as TF32 would round products of matrices.
+        back = (_inverse(cell)[..., None] * before[:, None]).sum(2)
+        # A molecule may have a cell without a volume.
+        same = (cell == before).flatten(1).all(1)
+        back = torch.where(same[:, None, None], one, back)
+        strain = (back - one).flatten(1).norm(dim=1).max()
+        moved = (pos[:, :, None] * back.index_select(0, batch)).sum(1) - self.origin["pos"]
+        return 2 * moved.norm(dim=1).max() + self.backbone.cutoff * strain
+
     def _edges(self, data: Any) -> dict[str, Any]:
         """Return fairchem's description of edges, made of the pairs within the cutoff."""
         pos, cell, batch = data["pos"], data["cell"], data["batch"]
@@ -348,11 +365,11 @@ class _Captured:
             offsets = torch.where(is_edge[:, None], offsets, 0)
             far = torch.where(is_edge, 0, 2.0 * cutoff).to(pos)
             degrees = torch.zeros_like(pos[:, 0]).index_add(0, self.pairs[1], inside.to(pos))
-            others = [(self.data[name] != self.origin[name]).any() for name in BOX]
+            others = [(self.data[name] != self.origin[name]).any() for name in SYSTEMS]
             numbers = (
                 count[-1],
                 degrees.max(),
-                (pos - self.origin["pos"]).square().sum(1).max(),
+                self._nearer(pos, cell, batch),
                 torch.stack(others).any(),
             )
             self.report = torch.stack([number.double() for number in numbers])
@@ -367,6 +384,14 @@ class _Captured:
             "edge_distance": torch.linalg.norm(vectors, dim=-1),
             "edge_distance_vec": vectors,
         }
+
+
+def _inverse(cell: Any) -> Any:
+    """Return inverse matrices (n, 3, 3); torch's own would look for singular ones on the host."""
+    a, b, c = cell.unbind(1)
+    columns = [torch.linalg.cross(*pair) for pair in ((b, c), (c, a), (a, b))]
+    volume = (a * columns[0]).sum(1)
+    return torch.stack(columns, 2) / volume[:, None, None]
 
 
 def _vectors(pos: Any, cell: Any, batch: Any, source: Any, target: Any, offsets: Any) -> Any:
