@@ -351,7 +351,7 @@ def test_a_force_step_is_its_models(uncaptured, mode, count):
 def test_a_force_step_of_given_edges(uncaptured):
     ours = Forces(*model("umas_fast_pytorch", regress_stress=True))
     data = systems(1)
-    found = _force_steps._copied(data)
+    found = _force_steps.copied(data)
     found = ours.backbone._generate_graph(found)
     ours.backbone.otf_graph = False
     data["edge_index"], data["cell_offsets"] = found["edge_index"], found["cell_offsets"]
@@ -451,7 +451,7 @@ def test_a_force_step_leaves_gradients_to_the_model(uncaptured, what):
         context = torch.autograd.forward_ad.dual_level()
     with context:
         for _ in range(3):
-            step(_force_steps._copied(data))
+            step(_force_steps.copied(data))
     assert step._captured is None
 
 

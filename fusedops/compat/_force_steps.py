@@ -12,8 +12,8 @@ import contextlib
 import copy
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import fusedops._frame.needs_torch  # noqa: F401
 
@@ -81,7 +81,7 @@ class ForceStep(torch.nn.Module):
         super().__init__()
         self.model = model
         self.skin = positive("ForceStep", "skin", skin)
-        backbones = _backbones(model)
+        backbones = _backbones(model.modules())
         if len(backbones) != 1:
             was = f"has {len(backbones)} backbones of the class eSCNMDBackbone"
             refuse(TypeError, "ForceStep", "model", was, "have one")
@@ -153,8 +153,8 @@ class ForceStep(torch.nn.Module):
 
     def _kind(self, data: Any) -> Any:
         """Return all that a graph depends on but values, or None where no graph serves."""
-        backbones = _backbones(self.model)
         modules = list(self.modules())
+        backbones = _backbones(modules)
         # The GPU waits, and torch's lists of them take three times as long.
         held = [of for m in modules for of in (m._parameters, m._buffers)]
         tensors = [x for of in held for x in of.values() if x is not None]
@@ -190,7 +190,7 @@ class ForceStep(torch.nn.Module):
 
 def has_force_steps(model: Any) -> bool:
     """Return whether a model is UMA with forces that are gradients, and no Hessian."""
-    return _have_force_steps(_backbones(model))
+    return _have_force_steps(_backbones(model.modules()))
 
 
 def _have_force_steps(backbones: list[Any]) -> bool:
@@ -206,8 +206,8 @@ def _divides_edges(module: Any) -> bool:
     return type(module).__name__.startswith("MOLE") or chunk is not None
 
 
-def _backbones(model: Any) -> list[Any]:
-    names = [(m, [of.__name__ for of in type(m).__mro__]) for m in model.modules()]
+def _backbones(modules: Iterable[Any]) -> list[Any]:
+    names = [(m, [of.__name__ for of in type(m).__mro__]) for m in modules]
     return [m for m, classes in names if "eSCNMDBackbone" in classes]
 
 
@@ -221,7 +221,7 @@ def _inputs(data: Any) -> list[tuple[str, Any]]:
     return [(name, x) for name, x in given if isinstance(x, torch.Tensor)]
 
 
-def _copied(data: Any) -> Any:
+def copied(data: Any) -> Any:
     """Return data to write to, with the same tensors; fairchem's own copy waits for the GPU."""
     found = copy.copy(data)
     if not isinstance(data, dict):
@@ -229,11 +229,11 @@ def _copied(data: Any) -> Any:
     return found
 
 
-class _Found:
+class _Found(NamedTuple):
     """The results of a step, and whether they are the model's."""
 
-    def __init__(self, outputs: Any, serves: bool) -> None:
-        self.outputs, self.serves = outputs, serves
+    outputs: Any
+    serves: bool
 
 
 class _Captured:
@@ -241,8 +241,8 @@ class _Captured:
 
     def __init__(self, model: Any, data: Any, skin: float) -> None:
         self.model, self.skin = model, skin
-        (self.backbone,) = _backbones(model)
-        self.data = _copied(data)
+        (self.backbone,) = _backbones(model.modules())
+        self.data = copied(data)
         for name, x in _inputs(data):
             self.data[name] = x.detach().clone()
         pos, cell = self.data["pos"], self.data["cell"]
@@ -280,7 +280,7 @@ class _Captured:
             return data["edge_index"], data["cell_offsets"].to(data["pos"])
         wide = backbone.cutoff + self.skin
         with torch.no_grad(), _replaced(backbone, cutoff=wide, max_neighbors=_ALL):
-            found = backbone._generate_graph(_copied(data))
+            found = backbone._generate_graph(copied(data))
         offsets = found["cell_offsets"]
         # Atoms without neighbours get an edge without an offset.
         return found["edge_index"][:, : len(offsets)], offsets.to(data["pos"])
@@ -321,7 +321,7 @@ class _Captured:
 
     def _evaluate(self) -> None:
         """Evaluate the model on the arrays."""
-        data = _copied(self.data)
+        data = copied(self.data)
         for name, x in _inputs(data):
             data[name] = x.detach()
         with contextlib.ExitStack() as stack:
@@ -357,7 +357,7 @@ class _Captured:
             vectors = _vectors(pos, cell, batch, self.pairs[0], self.pairs[1], self.offsets)
             inside = self.is_pair & (vectors.square().sum(1) < cutoff**2)
             count = inside.cumsum(0)
-            # Those without a place share the last one, which is cut off.
+            # Pairs without a place share the last place, which is cut off.
             at = torch.where(inside, (count - 1).clamp(max=space), space)
             source, target = (self.blank.scatter(0, at, ends)[:space] for ends in self.pairs)
             offsets = pos.new_zeros(space + 1, 3).index_copy(0, at, self.offsets)[:space]
