@@ -71,6 +71,17 @@ class Chain:
         return functools.reduce(operator.add, last)
 
 
+@dataclass(frozen=True)
+class Served:
+    """A step that is served whole."""
+
+    passes: Steps
+
+    def steps(self) -> Steps:
+        """Return the functions that compute the passes of the step."""
+        return self.passes
+
+
 def backward_of(part: str) -> str:
     """Return the name of a part's backward pass."""
     return f"{part}, backward"

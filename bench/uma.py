@@ -7,7 +7,6 @@ isn't among the peers, as it takes the weights of two published models only.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import numpy as np
 
 import fusedops
 from bench.peers import Unsuited, peer
-from bench.steps import Case, Step, backward_of
+from bench.steps import Case, Served, Step, backward_of
 from bench.timing import GRAPHS, TORCH
 from fusedops import samples
 from fusedops._catalogue import BOTH, FORWARD, Steps
@@ -215,9 +214,9 @@ class _Model:
 
     def energy(self, xyz: Any, strain: Any) -> Any:
         """Return the energy of strained atoms."""
-        # A clone of fairchem's would wait for the GPU.
-        data = copy.copy(self.data)
-        vars(data)["__keys__"] = set(self.data.keys())
+        from fusedops.compat._force_steps import copied
+
+        data = copied(self.data)
         turn = (strain + strain.T) / 2
         data["pos"] = xyz + xyz @ turn
         data["cell"] = self.data["cell"] + self.data["cell"] @ turn
@@ -302,7 +301,7 @@ def _ours(problem: Atoms, how: str, device: str, dtype: str, backend: BackendNam
     return _by_graphs(model) if how == GRAPHS else model
 
 
-def _by_graphs(model: _Model) -> Any:
+def _by_graphs(model: _Model) -> Served:
     """Return the step of a model with forces and stress by CUDA graphs."""
     import torch
 
@@ -323,12 +322,7 @@ def _by_graphs(model: _Model) -> Any:
             return {"energy": energy, "dpos": dpos, "dstrain": (virial + virial.T) / 2}
 
     step = ForceStep(Forces().eval())
-
-    class Served:
-        def steps(self) -> Steps:
-            return {BOTH: lambda: tuple([x.detach() for x in step(model.data).values()])}
-
-    return Served()
+    return Served({BOTH: lambda: tuple([x.detach() for x in step(model.data).values()])})
 
 
 def _theirs(mode: str) -> Callable[..., Steps]:

@@ -13,7 +13,7 @@ import io
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -143,24 +143,16 @@ def _registered(backend: BackendName | None) -> Iterator[None]:
         theirs.unregister()
 
 
-@dataclass(frozen=True)
-class _Served:
-    run: Callable[[], tuple[Any, ...]]
-
-    def steps(self) -> Steps:
-        return {FORWARD: self.run}
-
-
 def _ours(
     problem: Files, how: str, device: str, dtype: str, backend: BackendName | None
-) -> _Served:
+) -> steps.Served:
     """Return TorchRef's command with our ops."""
 
     def run() -> tuple[Any, ...]:
         with _registered(backend):
             return _run(problem, device)
 
-    return _Served(run)
+    return steps.Served({FORWARD: run})
 
 
 @peer("TorchRef 0.7", "whole_refinement", package="torchref.cli", captured=False)
