@@ -161,6 +161,21 @@ def load(tmp_path):
 
 
 @pytest.fixture
+def newer_switch(monkeypatch):
+    """Torch's setting of TF32 after a program used the newer API: the older one can't be read."""
+    torch = pytest.importorskip("torch")
+
+    class Newer:
+        @property
+        def allow_tf32(self):
+            raise RuntimeError("you have used mix of the legacy and new APIs")
+
+    switch = Newer()
+    monkeypatch.setattr(torch.backends.cuda, "matmul", switch)
+    return switch
+
+
+@pytest.fixture
 def folder(tmp_path, monkeypatch):
     """An empty folder, in which the test runs."""
     monkeypatch.chdir(tmp_path)

@@ -50,17 +50,24 @@ def registered():
     uma.unregister()
 
 
-def crystal(dtype, size=3.9):
-    """Return a batch of one crystal, whose four atoms are of three elements and off their sites."""
-    atoms = bulk("Cu", "fcc", a=size, cubic=True)
-    atoms.numbers[:] = [29, 8, 6, 8]
-    atoms.rattle(0.1, seed=0)
-    atoms.info.update(charge=0, spin=0)
-    data = AtomicData.from_ase(atoms, task_name="omat", r_data_keys=["charge", "spin"])
-    batch = atomicdata_list_to_batch([data])
+def systems(count, dtype=torch.float64, device="cpu", size=3.9):
+    """Return a batch of crystals, each of four atoms off their sites, in a cell of its own."""
+    several = []
+    for k in range(count):
+        atoms = bulk("Cu", "fcc", a=size + 0.2 * k, cubic=True)
+        atoms.numbers[:] = [29, 8, 6, 8]
+        atoms.rattle(0.1, seed=k)
+        atoms.info.update(charge=0, spin=0)
+        several.append(AtomicData.from_ase(atoms, task_name="omat", r_data_keys=["charge", "spin"]))
+    batch = atomicdata_list_to_batch(several)
     for name in ("pos", "cell", "cell_offsets"):
         batch[name] = batch[name].to(dtype)
-    return batch
+    return batch.to(device)
+
+
+def crystal(dtype, size=3.9):
+    """Return a batch of one crystal."""
+    return systems(1, dtype, size=size)
 
 
 def model(mode, lmax=2, mmax=2, dtype=torch.float64, prepared=True, **options):
@@ -276,25 +283,9 @@ class Forces(torch.nn.Module):
         return self.head(data, self.backbone(data))
 
 
-def systems(count, dtype=torch.float64, device="cpu"):
-    """Return a batch of crystals of different sizes."""
-    several = []
-    for k in range(count):
-        atoms = bulk("Cu", "fcc", a=3.9 + 0.2 * k, cubic=True)
-        atoms.numbers[:] = [29, 8, 6, 8]
-        atoms.rattle(0.1, seed=k)
-        atoms.info.update(charge=0, spin=0)
-        several.append(AtomicData.from_ase(atoms, task_name="omat", r_data_keys=["charge", "spin"]))
-    batch = atomicdata_list_to_batch(several)
-    for name in ("pos", "cell", "cell_offsets"):
-        batch[name] = batch[name].to(dtype)
-    return batch.to(device)
-
-
 @pytest.fixture
 def uncaptured(monkeypatch):
     """Force steps on the CPU, whose replays evaluate anew."""
-
     monkeypatch.setattr(_force_steps, "_is_on_gpu", lambda tensor: True)
     monkeypatch.setattr(_force_steps, "captured", lambda evaluate, device: evaluate)
     uma.register(turbo=True)
@@ -569,20 +560,13 @@ def test_force_steps_of_threads(uncaptured, monkeypatch):
     assert_close([found], [want], 1e-10)
 
 
-def test_a_force_step_reads_torchs_newer_switch(uncaptured, monkeypatch):
-    class Newer:
-        fp32_precision = "ieee"
-
-        @property
-        def allow_tf32(self):
-            raise RuntimeError("you have used mix of the legacy and new APIs")
-
-    monkeypatch.setattr(torch.backends.cuda, "matmul", Newer())
+def test_a_force_step_reads_torchs_newer_switch(uncaptured, newer_switch):
+    newer_switch.fp32_precision = "ieee"
     step, data = uma.ForceStep(Forces(*model("umas_fast_gpu", regress_stress=True))), systems(1)
     for _ in range(2):
         stepped(step, data, 1e-10)
     assert step._captured is not None
-    Newer.fp32_precision = "tf32"
+    newer_switch.fp32_precision = "tf32"
     step(data.clone())
     assert step._captured is None
 

@@ -213,15 +213,8 @@ def test_protenix_and_openfold_3_have_no_biases(program, direction):
         biased.load_state_dict(state, strict=False)
 
 
-def test_a_setting_by_the_newer_api_of_tf32_is_not_in_the_way(monkeypatch):
-    class Newer:
-        fp32_precision = "tf32"
-
-        @property
-        def allow_tf32(self):
-            raise RuntimeError("a mix of the legacy and new APIs")
-
-    monkeypatch.setattr(torch.backends.cuda, "matmul", Newer())
+def test_a_setting_by_the_newer_api_of_tf32_is_not_in_the_way(newer_switch):
+    newer_switch.fp32_precision = "tf32"
     assert allows_tf32()
     assert cuequivariance.triangle_multiplicative_update(**arguments(), precision="ieee").ndim == 5
 
