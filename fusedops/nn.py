@@ -886,6 +886,7 @@ PLAIN = torch.Tensor, torch.nn.Parameter
 
 
 #: The fewest products, and results of an edge, of a layer that repays splitting edges on a GPU.
+#: With fewer `gpukern.products.repay` leaves it to torch, after a longer call.
 REPAID = 1 << 31, 160
 
 
