@@ -155,17 +155,8 @@ class _Evaluations:
         return not waits
 
     def _capture(self, leaves: list[Any], weights: dict[str, float]) -> None:
-        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(leaves[0].device)
-        aside, keeper = _pool(leaves[0].device)
-        aside.wait_stream(here)
         _renew(leaves)
-        with torch.cuda.stream(aside):
-            graph.capture_begin(keeper.pool(), capture_error_mode="thread_local")
-            try:
-                self._evaluate(leaves, weights)
-            finally:
-                graph.capture_end()
-        here.wait_stream(aside)
+        graph, _ = captured(lambda: self._evaluate(leaves, weights), leaves[0].device)
         _renew(leaves)
         self.graph = graph
 
@@ -202,6 +193,21 @@ def _renew(leaves: list[Any]) -> None:
         data = leaf.data
         leaf.data = data.to(torch.float32 if data.dtype == torch.float64 else torch.float64)
         leaf.data = data
+
+
+def captured(compute: Callable[[], Any], device: Any) -> tuple[Any, Any]:
+    """Return a CUDA graph of a computation, and the result, which a replay computes."""
+    graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
+    aside, keeper = _pool(device)
+    aside.wait_stream(here)
+    with torch.cuda.stream(aside):
+        graph.capture_begin(keeper.pool(), capture_error_mode="thread_local")
+        try:
+            result = compute()
+        finally:
+            graph.capture_end()
+    here.wait_stream(aside)
+    return graph, result
 
 
 @functools.cache

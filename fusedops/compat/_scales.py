@@ -4,7 +4,7 @@ TorchRef fits scales by L-BFGS in float32. The parameters of the isotropic and t
 nearly repeat each other, and strong and weak solvent have minima of their own, so the fit of a
 large model ends elsewhere for each change of its rounding. Levenberg and Marquardt's steps in
 float64 go on from the least of the ends of short walks, which start at four strengths of the
-solvent.
+solvent. On a GPU a CUDA graph evaluates a fit's loss and its derivatives.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from fusedops.compat._refinement import kept_terms, unserved
+from fusedops.compat._replays import captured
 
 
 class _Scaled(torch.autograd.Function):
@@ -151,12 +152,31 @@ class _Fit:
         bounds = np.array([(-np.inf, np.inf)] * self.U.stop + [*edges])
         # TorchRef's clamps have no gradient where an exponential is rounded to beyond a bound.
         self.low, self.high = (bounds + [1e-12, -1e-12]).T
+        #: The parameters on the device, where a CUDA graph reads them.
+        self.given = self.observed.new_zeros(len(bounds))
+        self.graph: Any = None
+        self.products: Any = None
 
     def __call__(self, x: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
         """Return the loss, with TorchRef's penalty of U, its gradient, and J transposed times J."""
+        self.given.copy_(torch.from_numpy(x))
+        if self.graph is not None:
+            self.graph.replay()
+        elif self.products is None or self.given.is_cpu:
+            self.products = self._multiplied()
+        else:
+            self.graph, self.products = captured(self._multiplied, self.given.device)
+            self.graph.replay()
+        products = self.products.cpu().numpy()
+        JTJ, gradient, loss = products[:-1, :-1], products[:-1, -1], products[-1, -1] / 2
+        JTJ[self.U, self.U] += 2 * np.eye(6)
+        gradient[self.U] += 2 * x[self.U]
+        return loss + float(x[self.U] @ x[self.U]), gradient, JTJ
+
+    def _multiplied(self) -> Any:
+        """Return the products of all columns of J and of the residuals with each other."""
         of = self.of
-        given = torch.from_numpy(x).to(self.F.device)
-        c, U, (log_k, log_half, log_n) = given.tensor_split([self.U.start, self.U.stop])
+        c, U, (log_k, log_half, log_n) = self.given.tensor_split([self.U.start, self.U.stop])
         n = log_n.exp()
         factors = of.factors(c, U, log_k.exp(), log_half.exp(), n)
         of_atoms, of_solvent, iso, aniso, power = factors
@@ -173,11 +193,7 @@ class _Fit:
             torch.stack([solvent, -falloff, falloff * log_ratio, size - self.observed], 1),
         ]
         J = torch.cat(columns, 1)
-        products = (J.T @ J).cpu().numpy()
-        JTJ, gradient, loss = products[:-1, :-1], products[:-1, -1], products[-1, -1] / 2
-        JTJ[self.U, self.U] += 2 * np.eye(6)
-        gradient[self.U] += 2 * x[self.U]
-        return loss + float(x[self.U] @ x[self.U]), gradient, JTJ
+        return J.T @ J
 
     def least(self, x: np.ndarray) -> np.ndarray | None:
         """Return the parameters of the minimum that is found from a start, or None for NaN."""
