@@ -3,7 +3,8 @@
 An optimizer asks for the loss some dozen times, and changes nothing but its parameters between. The
 first evaluation is TorchRef's own: it makes all that is kept for later ones. The next is captured,
 gradients included, and replayed from then on. Losses of a new kind are evaluated once more before,
-to see whether the host waits for the GPU, which no graph holds.
+to see whether the host waits for the GPU, which no graph holds. Of a loss that an earlier run has
+captured, the value without gradients makes all that is kept, and the first evaluation is captured.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +25,8 @@ from fusedops.compat._refinement import keeps, unserved
 
 #: Kinds of losses, and whether a graph holds them.
 _held: dict[Any, bool] = {}
+#: States by their losses that have been captured.
+_captured: Any = weakref.WeakValueDictionary()
 
 
 class _Evaluations:
@@ -56,6 +60,25 @@ class _Evaluations:
         places = [(p.device, p.data_ptr(), _is_hooked(p)) for p in leaves]
         return leaves, weights, (weights, list(targets.values()), places)
 
+    def _kind(self, leaves: list[Any]) -> tuple[Any, ...]:
+        targets = self.state.targets.items()
+        return *[(name, type(x).__qualname__) for name, x in targets], *[p.shape for p in leaves]
+
+    def _name(self, leaves: list[Any]) -> tuple[Any, ...]:
+        return id(self.state), *map(id, self.state.targets.values()), self._kind(leaves)
+
+    def prepare(self) -> None:
+        """Be ready to capture the first evaluation of a loss that an earlier run has captured."""
+        leaves, _, setting = self._now()
+        if _held.get(self._kind(leaves)) and _captured.get(self._name(leaves)) is self.state:
+            try:
+                with torch.no_grad():
+                    self.state.aggregate()
+            except RuntimeError:
+                return  # TorchRef's first evaluation rejects it, or tells.
+            self.setting, self.versions = setting, [p._version for p in leaves]
+            _change(leaves)
+
     def check(self) -> None:
         """Drop the graph if it would no longer be the loss."""
         if self.graph is not None and self._now()[2] != self.setting:
@@ -85,7 +108,7 @@ class _Evaluations:
 
     def loss(self) -> Any:
         """Return the loss, or NotImplemented for an evaluation that TorchRef serves."""
-        state, targets = self.state, self.state.targets
+        state = self.state
         leaves, weights, setting = self._now()
         before, self.versions = self.versions, [p._version for p in leaves]
         if setting != self.setting:
@@ -93,8 +116,7 @@ class _Evaluations:
             self.setting = setting
             return NotImplemented
         if self.graph is None:
-            kind = tuple([(name, type(target).__qualname__) for name, target in targets.items()])
-            kind += tuple([p.shape for p in leaves])
+            kind = self._kind(leaves)
             # TorchRef keeps results of a parameter that hasn't changed since. The gradient of a
             # parameter with hooks would pass through them twice.
             stays = any([new == old for new, old in zip(self.versions, before, strict=True)])
@@ -107,6 +129,7 @@ class _Evaluations:
             else:
                 try:
                     self._capture(leaves, weights)
+                    _captured[self._name(leaves)] = state
                 except BaseException as error:
                     _held[kind] = False
                     self._discard(leaves)
@@ -165,9 +188,7 @@ class _Evaluations:
         self.forget()
         self.state.reset_caches()
         _pool.cache_clear()
-        with torch.no_grad():
-            for leaf in leaves:
-                leaf.mul_(1)
+        _change(leaves)
         _renew(leaves)
 
 
@@ -185,6 +206,13 @@ def _tell(why: str) -> None:
         RuntimeWarning,
         stacklevel=4,
     )
+
+
+def _change(leaves: list[Any]) -> None:
+    """Let nobody take leaves for those that a kept result follows from."""
+    with torch.no_grad():
+        for leaf in leaves:
+            leaf.mul_(1)
 
 
 def _renew(leaves: list[Any]) -> None:
@@ -274,6 +302,7 @@ def run(
     try:
         if _lbfgs.serves(optimizer):
             evaluations.direction = torch.cat([p.detach().flatten() for p in parameters])
+            evaluations.prepare()
             optimizer.step = _lbfgs.step_by(optimizer, evaluations)
         _running[id(state)] = evaluations
         found = theirs(context=context)
