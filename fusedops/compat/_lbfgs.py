@@ -98,12 +98,10 @@ class _History:
         s, y = self._places()
         sy, yy = (self.products[np.ix_(rows, y)] for rows in (s, y))
         sg, yg = self.products[s, 0], self.products[y, 0]
-        alpha, by_s = np.zeros((2, self.used))
-        for i in reversed(range(self.used)):
-            alpha[i] = -(sg[i] + sy[i] @ alpha) / sy[i, i]
-        for i in range(self.used):
-            beta = (by_s @ sy[:, i] - self.scale * (yg[i] + yy[i] @ alpha)) / sy[i, i]
-            by_s[i] = alpha[i] - beta
+        # Each of L-BFGS' two loops solves a triangular system.
+        R = np.triu(sy)
+        alpha = -np.linalg.solve(R, sg)
+        by_s = np.linalg.solve(R.T, R.diagonal() * alpha + self.scale * (yg + yy @ alpha))
         shares = np.zeros(len(self.products))
         shares[0], shares[s], shares[y] = -self.scale, by_s, -self.scale * alpha
         torch.mv(self.rows.T, torch.from_numpy(shares).to(out), out=out)
