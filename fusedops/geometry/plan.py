@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -229,8 +230,8 @@ def _table(
         found["operations"] = operations
     # An atom may meet its own image.
     own = found.get("images", np.full(count, -1)) < 0
-    ordered = np.sort(index, axis=1)
-    twice = own & (ordered[:, 1:] == ordered[:, :-1]).any(1)
+    same = [index[:, i] == index[:, j] for i, j in itertools.combinations(range(atoms), 2)]
+    twice = own & np.logical_or.reduce(same)
     _check(f"{kind}['indices']", index, ~twice, "of different atoms", ValueError)
     return found
 
