@@ -300,9 +300,10 @@ def _contacts(vdw: dict[str, Any], hydrogens: Any, model: Any) -> Any:
         return None
     index, symop, offset, distances, weights = map(np.concatenate, zip(*parts, strict=True))
     # An operation and its whole shift, as one number, which sorts fast.
-    low, high = offset.min(0), offset.max(0)
+    shifts = np.ascontiguousarray(offset.T)
+    low, high = shifts.min(1), shifts.max(1)
     sizes = symop.max() + 1, *(high - low + 1)
-    code = np.ravel_multi_index((symop, *(offset - low).T), sizes)
+    code = np.ravel_multi_index((symop, *(shifts - low[:, None])), sizes)
     _, at, images = np.unique(code, return_index=True, return_inverse=True)
     symop, offset = symop[at], offset[at]
     operations, B = _operations(model.spacegroup)[symop], _array(model.cell.fractional_matrix)
@@ -420,7 +421,9 @@ def neighbours(target: Any) -> Any:
     others = near != np.arange(len(atoms))[:, None]
     others[others.all(1), -1] = False
     near = near[others].reshape(len(atoms), k)
-    distances = np.sqrt(((atoms[:, None] - atoms[near]) ** 2).sum(-1))
+    # A pass for each axis: NumPy sums short last axes slowly.
+    x, y, z = (np.square(axis[:, None] - axis[near]) for axis in np.ascontiguousarray(atoms.T))
+    distances = np.sqrt(x + y + z)
     target._neighbor_indices, target._neighbor_distances = (
         torch.from_numpy(x).to(xyz.device) for x in (near.astype(np.int64), distances)
     )
@@ -443,7 +446,15 @@ def statistics(target: Any, *, theirs: Any) -> Any:
     for each in target.values() if hasattr(target, "values") else [target]:
         inputs += vars(each).values()
     kept = _statistics.setdefault(target, _Kept())
-    return copy.deepcopy(kept.get(tuple(inputs), lambda: theirs(target)))
+    return _copied(kept.get(tuple(inputs), lambda: theirs(target)))
+
+
+def _copied(stats: dict[str, Any]) -> dict[str, Any]:
+    """Return statistics that a caller may change; a deep copy takes three times as long."""
+    return {
+        name: _copied(entry) if isinstance(entry, dict) else copy.copy(entry)
+        for name, entry in stats.items()
+    }
 
 
 # Voxels of a chunk of atoms, which are tested at once.
@@ -456,65 +467,67 @@ def solvent_mask(solvent: Any) -> Any:
     Voxels are tested in float64, and the masks of all atoms are moved by the operations at once.
     """
     model = solvent.model
-    xyz, group = model.xyz(), model.fft.spacegroup
-    if unserved() or not xyz.is_cpu or solvent.verbose > 1:
+    xyz, group, grid = model.xyz().detach(), model.fft.spacegroup, tuple(model.grid_shape)
+    if unserved() or xyz.device.type not in ("cpu", "cuda") or solvent.verbose > 1:
         return NotImplemented
     from torchref.scaling.solvent import _voxel_offsets_within, half_voxel_diagonal
 
-    radii, frac = model.get_vdw_radii(), model.fractional_matrix
-    xyz, radii = xyz.detach().double().numpy(), radii.detach().double().numpy()
+    radii, frac = model.get_vdw_radii().detach(), model.fractional_matrix.detach()
     if solvent.ignore_hydrogens:
-        heavy = ~_array(model.ctx.topology.atoms.is_hydrogen)
+        heavy = ~model.ctx.topology.atoms.is_hydrogen.to(xyz.device)
         xyz, radii = xyz[heavy], radii[heavy]
-    shape = np.array(model.grid_shape)
-    reach = solvent.max_radius_angstrom + half_voxel_diagonal(frac, model.grid_shape)
-    dims = torch.tensor(model.grid_shape)
-    offsets = _array(_voxel_offsets_within(reach, dims, frac, "cpu"))
-    eroded = _array(_voxel_offsets_within(solvent.erosion_radius, dims, frac, "cpu", strict=True))
-
-    voxels = np.linalg.solve(_array(frac).astype(float), xyz.T).T * shape
-    nearest = np.rint(voxels)
-    step = _array(frac).astype(float) / shape
-    away, to_voxel = (nearest - voxels) @ step.T, offsets @ step.T
+    reach = solvent.max_radius_angstrom + half_voxel_diagonal(frac, grid)
+    dims = torch.tensor(grid)
+    offsets = _voxel_offsets_within(reach, dims, frac, "cpu")
+    eroded = _voxel_offsets_within(solvent.erosion_radius, dims, frac, "cpu", strict=True)
     # A margin holds the voxels of atoms near the cell's faces.
-    margin = int(abs(offsets).max())
-    if margin > shape.min():
+    margin = int(offsets.abs().max())
+    if margin > min(grid):
         return NotImplemented
-    within = np.zeros((2, *(shape + 2 * margin)), np.float32)
-    strides = np.array(within.strides[1:]) // within.itemsize
-    atoms = (nearest.astype(int) % shape + margin) @ strides
-    steps = offsets.astype(int) @ strides
+
+    dims, offsets = dims.to(xyz.device), offsets.to(xyz.device)
+    xyz, radii, frac = xyz.double(), radii.double(), frac.double()
+    voxels = torch.linalg.solve(frac, xyz.T).T * dims
+    nearest, step = voxels.round(), (frac / dims).T
+    away, to_voxel = (nearest - voxels) @ step, offsets.double() @ step
+    within = xyz.new_zeros((2, *[n + 2 * margin for n in grid]), dtype=torch.float32)
+    strides = torch.tensor(within.stride()[1:], device=xyz.device)
+    atoms = ((nearest.long() % dims + margin) * strides).sum(1)
+    steps = (offsets * strides).sum(1)
     size = max(1, _CHUNK // len(offsets))
     for low in range(0, len(xyz), size):
         part = slice(low, low + size)
         square = 2 * away[part] @ to_voxel.T
-        square += (away[part] ** 2).sum(1)[:, None]
-        square += (to_voxel**2).sum(1)
+        square += away[part].square().sum(1)[:, None]
+        square += to_voxel.square().sum(1)
         for mask, radius in zip(within, (radii, radii + solvent.solvent_radius), strict=True):
-            inside = square < radius[part, None] ** 2
-            mask.reshape(-1)[(atoms[part, None] + steps)[inside]] = 1
-    within = np.stack([_folded(mask, margin) for mask in within])
+            inside = square < radius[part, None].square()
+            mask.view(-1)[(atoms[part, None] + steps)[inside]] = 1
+    within = torch.stack([_folded(mask, margin) for mask in within])
     operations = _operations(group)
     try:
         protein, near = (crystal.symmetrize(mask, operations) > 0 for mask in within)
     except ValueError:
         return NotImplemented
     far = ~(protein | near)
-    reached = np.zeros_like(far)
+    reached = torch.zeros_like(far)
     for offset in eroded.tolist():
-        reached |= np.roll(far, offset, (0, 1, 2))
-    solvent.register_buffer("solvent_mask", torch.from_numpy(far | (reached & ~protein)))
+        reached |= far.roll(offset, (0, 1, 2))
+    solvent.register_buffer("solvent_mask", far | (reached & ~protein))
     return solvent.solvent_mask
 
 
-def _folded(mask: np.ndarray, margin: int) -> np.ndarray:
+def _folded(mask: Any, margin: int) -> Any:
     """Return a periodic mask without its margin, whose voxels are moved into the cell."""
     for axis in range(3):
-        mask = np.moveaxis(mask, axis, 0)
+        mask = mask.movedim(axis, 0)
         inner = mask[margin:-margin]
-        np.maximum(inner[:margin], mask[-margin:], out=inner[:margin])
-        np.maximum(inner[-margin:], mask[:margin], out=inner[-margin:])
-        mask = np.moveaxis(inner, 0, axis)
+        for edge, beyond in (
+            (inner[:margin], mask[-margin:]),
+            (inner[-margin:], mask[:margin]),
+        ):
+            torch.maximum(edge, beyond, out=edge)
+        mask = inner.movedim(0, axis)
     return mask
 
 
