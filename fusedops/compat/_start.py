@@ -7,6 +7,7 @@ returns NotImplemented where it can't serve the call; TorchRef's own does then.
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -171,8 +172,8 @@ def _table_of_dicts() -> Any:
             return Table
 
         def iterrows(self) -> Iterator[tuple[Any, dict[str, Any]]]:
-            names = list(self)
-            for index, row in zip(self.index, self.to_numpy(), strict=True):
+            names, columns = list(self), [column.astype(object) for _, column in self.items()]
+            for index, *row in zip(self.index, *columns, strict=True):
                 yield index, dict(zip(names, row, strict=True))
 
     return Table
@@ -419,7 +420,9 @@ def build_h_candidate_pairs(
     taken = np.argsort(pair, kind="stable")
     if h_excl_hash is not None and len(h_excl_hash):
         code = np.minimum(i, j) * sizes[0] + np.maximum(i, j)
-        bonded = ~image[pair] & np.isin(code, h_excl_hash.cpu().numpy())
+        excluded = h_excl_hash.cpu().numpy()
+        at = np.searchsorted(excluded[:-1], code)
+        bonded = ~image[pair] & (excluded[at] == code)
         taken = taken[~bonded[taken]]
     contact = i[taken], j[taken], symop[pair[taken]], move[pair[taken]]
     _, once = np.unique(np.ravel_multi_index(contact, (sizes[0], *sizes)), return_index=True)
@@ -446,6 +449,39 @@ def build_h_candidate_pairs(
     return None
 
 
+def find_pairs_kdtree(
+    cart_pos: Any, atom_idx: Any, combo_idx: Any, cutoff: float, identity_combo: int
+) -> Any:
+    """Return TorchRef's contacts of atoms with images, of which only those near atoms are sorted.
+
+    Neighbouring cells have some 30 times as many images as there are within the cutoff of a box
+    around the atoms.
+    """
+    from scipy.spatial import cKDTree
+
+    xyz, atoms, combos = (x.detach().cpu().numpy() for x in (cart_pos, atom_idx, combo_idx))
+    own, near = np.flatnonzero(combos == identity_combo), np.arange(len(xyz))
+    for axis in range(3):
+        x, of_atoms = xyz[near, axis], xyz[own, axis].astype(np.float64)
+        low, high = of_atoms.min(initial=np.inf), of_atoms.max(initial=-np.inf)
+        near = near[(x >= low - cutoff) & (x <= high + cutoff)]
+    quick = {"balanced_tree": False, "compact_nodes": False}
+    trees = (cKDTree(xyz[some], **quick) for some in (own, near))
+    found = next(trees).sparse_distance_matrix(next(trees), cutoff, output_type="ndarray")
+    found = found[found["v"] < cutoff]
+    i, images = atoms[own[found["i"]]].astype(np.int64), near[found["j"]]
+    j, image = atoms[images].astype(np.int64), combos[images].astype(np.int64)
+    once = (image != identity_combo) | (i < j)
+    contact = i[once], j[once], image[once]
+    order = np.lexsort(contact[::-1])
+    return tuple([torch.from_numpy(x[order]).to(cart_pos.device) for x in contact])
+
+
+def log_mills_tail(t: Any) -> Any:
+    """Return the logarithm of Mills' ratio from 2 on, without a continued fraction."""
+    return torch.log(math.sqrt(math.pi / 2) * torch.special.erfcx(math.sqrt(0.5) * t))
+
+
 _MONOMER = "torchref.topology.monomer"
 #: Functions by the module, and the class in it, that has them, with the names of their arguments.
 METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
@@ -460,4 +496,6 @@ METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
     "read_mod_definitions": ("torchref.topology.templates", read_mod_definitions),
     "build_hydrogen_topology": ("torchref.topology.riding", build_hydrogen_topology),
     "build_h_candidate_pairs": ("torchref.topology.riding", build_h_candidate_pairs),
+    "_log_mills_tail": ("torchref.base.wilson_outliers", log_mills_tail),
+    "find_pairs_kdtree": ("torchref.topology.nonbonded", find_pairs_kdtree),
 }
