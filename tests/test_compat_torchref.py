@@ -57,14 +57,21 @@ def in_float64(torchref):
     dtypes.float = before
 
 
-@pytest.fixture
-def refinement(in_float64, tmp_path):
-    """TorchRef's refinement of ubiquitin in float64, with simulated amplitudes."""
+TRICLINIC = np.array([[20.0, 0, 0], [5, 18, 0], [-3, 4, 25]])
+
+
+def refining(folder, **options):
+    """Return TorchRef's refinement of ubiquitin, with simulated amplitudes."""
     importlib.import_module("benches")
     files = importlib.import_module("bench.whole").simulated("1ubi", 3.0)
     module = importlib.import_module("torchref.refinement.lbfgs_refinement")
-    model, amplitudes = map(str, files.write(tmp_path))
-    return module.LBFGSRefinement(data_file=amplitudes, pdb=model, verbose=0)
+    model, amplitudes = map(str, files.write(folder))
+    return module.LBFGSRefinement(data_file=amplitudes, pdb=model, verbose=0, **options)
+
+
+@pytest.fixture
+def refinement(in_float64, tmp_path):
+    return refining(tmp_path)
 
 
 @pytest.fixture
@@ -542,6 +549,35 @@ def test_a_run_by_graphs_is_torchrefs(emulated, change, log):
     assert (len(count) > 10) == (change is not masked)
 
 
+def test_later_runs_are_captured_at_once(emulated, monkeypatch):
+    """Only a first run's first evaluation is TorchRef's; no graph reads results kept before."""
+    make, _ = emulated
+    found, seen = [], {True: set(), False: set()}
+    aggregate = Losses.aggregate
+
+    def counted(self, log_values=False):
+        found[-1].append(torch.is_grad_enabled())
+        return aggregate(self, log_values)
+
+    monkeypatch.setattr(Losses, "aggregate", counted)
+    ends = []
+    for kind in (Losses, make):
+        x, y, targets = rosenbrock("cpu", torch.float64)
+
+        def watched(x=x, valley=targets["valley"]):
+            seen[torch.is_grad_enabled()].add(x._version)
+            return valley()
+
+        state = kind(**targets, watched=watched)
+        for _ in range(4):
+            found.append([])
+            seen[True].clear(), seen[False].clear()
+            ends.append(torch.cat(optimized(state, x, y, nsteps=1)))
+            assert not seen[False] & seen[True]
+    assert found[4:] == [[True], [False], [False], [False]]
+    torch.testing.assert_close(ends[4:], ends[:4], rtol=1e-5, atol=1e-6)
+
+
 def rosenbrock(device, dtype=torch.float32):
     """Two parameters, one of two numbers and one of none, and a bowed valley."""
     x = torch.nn.Parameter(torch.tensor([-1.2, 1.0], device=device, dtype=dtype))
@@ -614,6 +650,30 @@ def test_losses_on_a_cpu_are_torchrefs(losses):
     x, y, targets = rosenbrock("cpu")
     torch.testing.assert_close(optimized(make(**targets), x, y), expected, rtol=0, atol=0)
     assert not count
+
+
+@pytest.mark.gpu
+def test_fits_of_scales_by_graphs_are_a_cpus(program):
+    bounds = {"SS_HALF_BOUNDS": (1e-3, 1.0), "N_EXP_BOUNDS": (0.5, 10.0)}
+    program("torchref.scaling.solvent", **bounds)
+    rng = torch.Generator().manual_seed(0)
+    arrays = [torch.rand(500, n, generator=rng, dtype=torch.float64) for n in (3, 6, 2, 2, 1, 1)]
+    design, squares, F, solvent, s, observed = arrays
+    F, solvent = (torch.view_as_complex(10 * x) for x in (F, solvent))
+
+    def fit(device):
+        select = types.SimpleNamespace(select=lambda x: x, F=10 * observed[:, 0].to(device))
+        scaler = types.SimpleNamespace(_data=types.SimpleNamespace(work=select))
+        parts = [x.to(device) for x in (design, squares, s[:, 0].log(), solvent)]
+        return _scales._Fit(scaler, _scales._Scale(*parts), F.to(device))
+
+    fits = fit("cpu"), fit("cuda")
+    for k in range(4):
+        x = np.r_[0.1 * np.arange(9) / (k + 1), -1.0, -2.0, 0.7 + 0.1 * k]
+        expected, found = (of(x) for of in fits)
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9)
+    assert fits[1].graph is not None
 
 
 @pytest.mark.gpu
@@ -1062,6 +1122,81 @@ class TestTorchRef:
         again = scaler.refine_lbfgs(F)
         assert again["rwork"] == pytest.approx(ours["rwork"], abs=1e-5)
 
+    def test_errors_of_the_model(self, torchref):
+        """Ours are TorchRef's to the last bit, with ties, atoms that scatter nothing, and NaN."""
+        errors = importlib.import_module("torchref.refinement.model_error_estimation.sigma_a")
+        rng = np.random.default_rng(0)
+        F = 50 * rng.random(3000)
+        observed = abs(F + 5 * rng.normal(size=3000))
+        F[::3], observed[:20], F[20:40] = 0, np.nan, observed[20:40]
+        columns = observed, F, rng.random(3000) < 0.1, rng.integers(1, 3, 3000).astype(float)
+        columns += 0.3 * rng.random(3000), rng.random(3000) < 0.5, 3 * rng.random(3000)
+        *arguments, sigma = map(torch.from_numpy, columns)
+        theirs = errors.estimate_beta(*arguments, sigma_obs=sigma)
+        compat.register()
+        ours = errors.estimate_beta(*arguments, sigma_obs=sigma)
+        torch.testing.assert_close(vars(ours), vars(theirs), rtol=0, atol=0)
+        assert calls()["_solve_sigma_a"] == 1
+        assert calls()["_segsum"] > 3
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+    def test_likelihoods(self, torchref, dtype):
+        """Values, gradients and second derivatives, on both sides of every bound."""
+        theirs = importlib.import_module("torchref.base.targets.xray_likelihoods")
+        rng = torch.Generator().manual_seed(0)
+        F, noise = 30 * torch.randn(2, 2000, generator=rng, dtype=dtype)
+        observed, variance = (F.abs() + noise / 6).abs(), 1 + noise.abs()
+        F[:10], F[10:20], observed[20:30], variance[30:40] = 0, 1e5, 0, 0
+        centric, weights = noise > 9, torch.linspace(-1, 1, 2000, dtype=dtype)
+        F.requires_grad_()
+
+        def found():
+            (alone,) = torch.autograd.grad(nll().sum(), F)
+            values = nll()
+            (first,) = torch.autograd.grad((weights * values).sum(), F, create_graph=True)
+            (second,) = torch.autograd.grad((weights * first).sum(), F)
+            return values, alone, first, second
+
+        def nll():
+            return theirs.rice_per_refl(observed, F, variance, centric)
+
+        expected = found()
+        compat.register()
+        for one, other in zip(found(), expected, strict=True):
+            assert_close(one[40:], other[40:], 2e-4 if dtype == torch.float32 else 1e-11)
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=0.05)
+        assert calls()["_rice_body"] == 2
+        # Derivatives by other arguments, and amplitudes without flags, are TorchRef's.
+        theirs.rice_per_refl(observed, F, variance, None)
+        variance.requires_grad_()
+        (found,) = torch.autograd.grad(nll().sum(), variance)
+        assert found.abs().sum() > 0
+        assert calls()["_rice_body"] == 2
+
+    def test_tails_of_wilsons_distribution(self, torchref):
+        theirs = importlib.import_module("torchref.base.wilson_outliers")
+        x = torch.linspace(-400, 10, 1000, dtype=torch.float64)
+        expected = theirs.log_normal_cdf(x)
+        compat.register()
+        torch.testing.assert_close(theirs.log_normal_cdf(x), expected, rtol=1e-9, atol=1e-9)
+        assert calls()["_log_mills_tail"] == 1
+
+    @pytest.mark.parametrize("spread", [1.0, 4.0, 40.0])
+    def test_contacts_with_images(self, torchref, spread):
+        theirs = importlib.import_module("torchref.topology.nonbonded")
+        rng = np.random.default_rng(0)
+        combos, atoms = np.repeat(np.arange(27), 60), np.tile(np.arange(60), 27)
+        shifts = np.stack(np.meshgrid(*[(-1, 0, 1)] * 3), -1).reshape(-1, 3) @ TRICLINIC
+        xyz = spread * rng.random((60, 3))[atoms] + shifts[combos]
+        shuffled = rng.permutation(len(xyz))
+        columns = xyz.astype(np.float32), atoms, combos
+        arguments = [torch.from_numpy(column[shuffled]) for column in columns]
+        expected = theirs.find_pairs_kdtree(*arguments, 6.0, 13)
+        compat.register()
+        ours = theirs.find_pairs_kdtree(*arguments, 6.0, 13)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+        assert len(ours[0]) > 50
+
     @pytest.mark.parametrize("k", [0.0, 0.35, 0.6])
     def test_fits_find_the_solvent(self, refinement, k):
         """First, and again after amplitudes without solvent, whose fit tells nothing of it."""
@@ -1193,6 +1328,19 @@ class TestTorchRef:
         assert all(error < 5e-3 for error in errors)
         # TorchRef's own runs of one cycle differ by as much.
         np.testing.assert_allclose(ours, theirs, atol=4e-3)
+
+    @pytest.mark.gpu
+    def test_masks_and_errors_on_a_gpu_are_a_cpus(self, torchref, tmp_path):
+        compat.register()
+        both = [refining(tmp_path, device=torch.device(device)) for device in ("cpu", "cuda")]
+        masks = [each.scaler.solvent.get_solvent_mask() for each in both]
+        assert masks[1].is_cuda
+        assert not masks[0].all()
+        torch.testing.assert_close(masks[1].cpu(), masks[0], rtol=0, atol=0)
+        R = [each.get_rfactor() for each in both]
+        assert R[1] == pytest.approx(R[0], abs=1e-4)
+        losses = [each.xray_target_work().item() for each in both]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
     def test_masks_and_the_shape_of_a_grid(self, refinement):
         """Both are TorchRef's, and follow other reflections and another grid."""

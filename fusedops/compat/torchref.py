@@ -2,8 +2,7 @@
 
 TorchRef looks functions up in their modules whenever it calls them. `register` puts ours there,
 with the arguments of the installed version: planes for 0.5.1 to 0.7, densities for 0.6.0 to 0.7,
-and the scatter for 0.5. Of 0.7 it also replaces the functions and methods in ``_refinement.py``,
-``_replays.py``, ``_scales.py`` and ``_start.py``.
+and the scatter for 0.5. Of 0.7 it also replaces the functions and methods of `_PARTS`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from fusedops._frame.bridge.tensors import unwrapped
 from fusedops._frame.check import traced
 from fusedops._frame.torch_private import private
 from fusedops._swaps import Swap, release_of, start, stop
-from fusedops.compat import _refinement, _replays, _scales, _start
+from fusedops.compat import _likelihoods, _refinement, _replays, _scales, _start
 from fusedops.compat._refinement import asked_for_torch
 from fusedops.density import Lattice, atom_radius, gaussian_density
 from fusedops.density.op import COMPONENTS, LEAST_WIDTH, OnBad, gaussian_matrices
@@ -251,7 +250,8 @@ FUNCTIONS = {
     "_get_cpp_scatter": (f"{DENSITY}.main",),
 }
 #: Of TorchRef 0.7, by the module, and the class in it, that has a function.
-METHODS = {**_refinement.METHODS, **_scales.METHODS, **_replays.METHODS, **_start.METHODS}
+_PARTS = _refinement, _likelihoods, _scales, _replays, _start
+METHODS = {name: method for part in _PARTS for name, method in part.METHODS.items()}
 _lock = threading.Lock()
 
 

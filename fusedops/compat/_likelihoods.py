@@ -1,0 +1,143 @@
+"""TorchRef 0.7's likelihood of amplitudes, and the errors of a model that it follows from.
+
+An acentric amplitude has Rice's distribution about the model's, and a centric one a folded normal
+distribution (Read, Acta Cryst. A 42, 140).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import fusedops._frame.needs_torch  # noqa: F401
+
+import torch
+
+from fusedops.compat._refinement import unserved
+
+_TINY, _MOST_BESSEL, _MOST_EXPONENT = 1e-12, 1e6, 80.0
+
+
+class _Likelihood(torch.autograd.Function):
+    """Negative log-likelihoods, with the derivative by the model's amplitudes."""
+
+    @staticmethod
+    def forward(ctx: Any, F: Any, observed: Any, variance: Any, centric: Any, theirs: Any) -> Any:
+        size, weight = F.abs(), variance.clamp(min=sys.modules[_LIKELIHOODS].VAR_FLOOR).reciprocal()
+        scaled = observed * weight
+        product = size * scaled
+        twice = 2 * product
+        z = twice.clamp(max=_MOST_BESSEL)
+        i0 = torch.special.i0e(z)
+        decay = torch.exp(-twice.clamp(-_MOST_EXPONENT, _MOST_EXPONENT))
+        inner = torch.where(centric, (1 + decay) / 2, i0) + _TINY
+        scale = torch.where(centric, 2 / math.pi * weight, 2 * scaled) + _TINY
+        share = torch.where(centric, 0.5, 1.0)
+        squares = torch.addcmul(observed * scaled, size * size, weight)
+        nll = share * (squares - scale.log()) - inner.log() - torch.where(centric, product, z)
+        if ctx.needs_input_grad[0]:
+            # The derivatives of TorchRef's clamps end where its values do.
+            bessel = (torch.special.i1e(z) - i0) / inner + 1
+            bessel = 2 * bessel * (twice <= _MOST_BESSEL)
+            cosh = 1 - decay / inner * (twice.abs() <= _MOST_EXPONENT)
+            slope = 2 * share * size * weight - scaled * torch.where(centric, cosh, bessel)
+            ctx.save_for_backward(F, observed, variance, centric, slope * F.sgn())
+            ctx.theirs = theirs
+        return nll
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        F, *others, slope = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            with torch.enable_grad():
+                y = ctx.theirs(others[0], F, *others[1:])
+            (dF,) = torch.autograd.grad(y, F, dy, create_graph=True)
+        else:
+            dF = dy * slope
+        return dF, None, None, None, None
+
+
+def likelihoods(F_obs: Any, F_calc: Any, Sigma: Any, centric_flags: Any, *, theirs: Any) -> Any:
+    """Return the negative log-likelihood of each amplitude."""
+    of = F_obs, Sigma
+    if (
+        unserved()
+        or centric_flags is None
+        or any([x.requires_grad or x.dtype != F_calc.dtype for x in of])
+        or any([x.shape != F_calc.shape for x in (*of, centric_flags)])
+        or not F_calc.is_floating_point()
+    ):
+        return NotImplemented
+    return _Likelihood.apply(F_calc, F_obs, Sigma, centric_flags, theirs)
+
+
+def shell_sums(x: Any, lengths: Any) -> Any:
+    """Return sums over shells, whose lengths are read from the device at once."""
+    index, mask = sys.modules[_ERRORS]._segment_layout(tuple(lengths.tolist()), str(x.device))
+    return (x[..., index] * mask.to(x.dtype)).sum(-1)
+
+
+@functools.cache
+def _ladder(count: int, ratio: float, device: Any, dtype: Any) -> Any:
+    """Return powers of a ratio, centred about 1, as a column."""
+    powers = [ratio ** (k - (count - 1) / 2) for k in range(count)]
+    return torch.tensor(powers, device=device, dtype=dtype)[:, None]
+
+
+def error_variances(
+    fo: Any,
+    fc: Any,
+    cen: Any,
+    eps: Any,
+    seg_lengths: Any,
+    seg: Any,
+    Sigma_N: Any,
+    S2: Any,
+    ratio: Any,
+    v_min: float,
+    n_grid: int,
+    n_stages: int,
+) -> Any:
+    """Return the likeliest 1 - σ_A² of each shell on TorchRef's nested grids, and its objective.
+
+    The first of a grid's least values is found at once, where TorchRef takes them in turn.
+    """
+    theirs = sys.modules[_ERRORS]
+    of = Sigma_N.device, Sigma_N.dtype
+    coupling = ratio.clamp(max=theirs.RATIO_MAX).sqrt()
+    span = 1 / max(v_min, 1e-12)
+    step = span ** (1 / (n_grid - 1))
+    least, best = torch.full_like(Sigma_N, math.inf), torch.ones_like(Sigma_N)
+    places = torch.arange(n_grid, device=of[0])[:, None]
+    for stage in range(n_stages):
+        if stage:
+            step **= 2 / (n_grid - 1)
+            v = best * _ladder(n_grid, step, *of)
+        else:
+            v = (v_min * _ladder(n_grid, step, *of) * span**0.5).expand(-1, len(best))
+        v = v.clamp(v_min, 1)
+        mean = (1 - v).clamp(0, 1).sqrt() * coupling
+        variance = eps * (v * Sigma_N + S2)[:, seg]
+        nll = theirs._rice_nll_reduced(fo[None], mean[:, seg] * fc, variance, cen[None])
+        nll = torch.where(nll.isfinite(), nll, 1e30)
+        sums = theirs._segsum(nll, seg_lengths)
+        sums = torch.where(sums.isfinite(), sums, math.inf)
+        found = sums.amin(0)
+        # Whether argmin finds the first is the backend's choice.
+        first = torch.where(sums == found, places, n_grid - 1).amin(0)
+        closer = found < least
+        best = torch.where(closer, v.gather(0, first[None])[0], best)
+        least = torch.where(closer, found, least)
+    return best, least
+
+
+_LIKELIHOODS = "torchref.base.targets.xray_likelihoods"
+_ERRORS = "torchref.refinement.model_error_estimation.sigma_a"
+METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "_rice_body": (_LIKELIHOODS, likelihoods),
+    "_segsum": (_ERRORS, shell_sums),
+    "_solve_sigma_a": (_ERRORS, error_variances),
+}
