@@ -72,7 +72,7 @@ def whole_refinement(device: str) -> Step:
         hows=(TORCH,),
         has_shares=False,
         captured=False,
-        rounds=2,
+        rounds=3,
     )
 
 
