@@ -172,8 +172,8 @@ def _table_of_dicts() -> Any:
             return Table
 
         def iterrows(self) -> Iterator[tuple[Any, dict[str, Any]]]:
-            names, columns = list(self), [column.astype(object) for _, column in self.items()]
-            for index, *row in zip(self.index, *columns, strict=True):
+            names = list(self)
+            for index, row in zip(self.index, self.to_numpy(), strict=True):
                 yield index, dict(zip(names, row, strict=True))
 
     return Table
