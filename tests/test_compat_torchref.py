@@ -26,7 +26,7 @@ torch = pytest.importorskip("torch")
 import fusedops  # noqa: E402
 import fusedops.compat.torchref as compat  # noqa: E402
 from densities import Problem, direct  # noqa: E402
-from fusedops.compat import _lbfgs, _replays, _scales  # noqa: E402
+from fusedops.compat import _lbfgs, _likelihoods, _replays, _scales  # noqa: E402
 from fusedops.density import atom_radius  # noqa: E402
 from fusedops.samples import atoms_in, cubes  # noqa: E402
 
@@ -1339,8 +1339,15 @@ class TestTorchRef:
         torch.testing.assert_close(masks[1].cpu(), masks[0], rtol=0, atol=0)
         R = [each.get_rfactor() for each in both]
         assert R[1] == pytest.approx(R[0], abs=1e-4)
-        losses = [each.xray_target_work().item() for each in both]
-        assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+        for change in (0.0, 0.1, 0.2):
+            losses = []
+            for each in both:
+                with torch.no_grad():
+                    each.scaler.c_iso += change
+                each.xray_target_work.maintenance()
+                losses.append(each.xray_target_work().item())
+            assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+        assert _likelihoods._searches.cache_info().currsize == 1
 
     def test_masks_and_the_shape_of_a_grid(self, refinement):
         """Both are TorchRef's, and follow other reflections and another grid."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ import fusedops._frame.needs_torch  # noqa: F401
 import torch
 
 from fusedops.compat._refinement import unserved
+from fusedops.compat._replays import captured
 
 _TINY, _MOST_BESSEL, _MOST_EXPONENT = 1e-12, 1e6, 80.0
 
@@ -76,11 +78,18 @@ def likelihoods(F_obs: Any, F_calc: Any, Sigma: Any, centric_flags: Any, *, thei
 
 def shell_sums(x: Any, lengths: Any) -> Any:
     """Return sums over shells, whose lengths are read from the device at once."""
-    index, mask = sys.modules[_ERRORS]._segment_layout(tuple(lengths.tolist()), str(x.device))
-    return (x[..., index] * mask.to(x.dtype)).sum(-1)
+    index, mask = _layout(lengths, x)
+    return (x[..., index] * mask).sum(-1)
 
 
-@functools.cache
+def _layout(lengths: Any, like: Any) -> tuple[Any, Any]:
+    """Return the places of each shell, filled up, and 1 for those that are not fill."""
+    device = str(like.device)
+    index, mask = sys.modules[_ERRORS]._segment_layout(tuple(lengths.tolist()), device)
+    return index, mask.to(like.dtype)
+
+
+@functools.lru_cache(maxsize=16)
 def _ladder(count: int, ratio: float, device: Any, dtype: Any) -> Any:
     """Return powers of a ratio, centred about 1, as a column."""
     powers = [ratio ** (k - (count - 1) / 2) for k in range(count)]
@@ -105,7 +114,40 @@ def error_variances(
 
     The first of a grid's least values is found at once, where TorchRef takes them in turn.
     """
+    index, mask = _layout(seg_lengths, fo)
+    inputs = fo, fc, cen, eps, seg, Sigma_N, S2, ratio, index, mask
+    options = v_min, n_grid, n_stages
+    if not fo.is_cuda or torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return _searched(inputs, *options)
+    kinds = tuple([(x.shape, x.dtype, x.device) for x in inputs])
+    # A graph's inputs are those of one stream's work at a time.
+    return _searches(kinds, options, torch.cuda.current_stream(fo.device).cuda_stream)(inputs)
+
+
+@functools.lru_cache(maxsize=4)
+def _searches(kinds: Any, options: Any, stream: int) -> Callable[[Any], tuple[Any, Any]]:
+    """Return a search by a CUDA graph, for inputs of some kinds."""
+    inputs = tuple([torch.zeros(shape, dtype=dtype, device=of) for shape, dtype, of in kinds])
+    compute, lock = functools.partial(_searched, inputs, *options), threading.Lock()
+    made: list[Any] = []
+
+    def search(given: Any) -> tuple[Any, Any]:
+        with lock:
+            torch._foreach_copy_(inputs, given)
+            if not made:
+                # An operation makes what it keeps out of the capture.
+                compute()
+                made.extend(captured(compute, given[0].device, shares=False))
+            graph, (best, least) = made
+            graph.replay()
+            return best.clone(), least.clone()
+
+    return search
+
+
+def _searched(inputs: Any, v_min: float, n_grid: int, n_stages: int) -> tuple[Any, Any]:
     theirs = sys.modules[_ERRORS]
+    fo, fc, cen, eps, seg, Sigma_N, S2, ratio, index, mask = inputs
     of = Sigma_N.device, Sigma_N.dtype
     coupling = ratio.clamp(max=theirs.RATIO_MAX).sqrt()
     span = 1 / max(v_min, 1e-12)
@@ -123,7 +165,7 @@ def error_variances(
         variance = eps * (v * Sigma_N + S2)[:, seg]
         nll = theirs._rice_nll_reduced(fo[None], mean[:, seg] * fc, variance, cen[None])
         nll = torch.where(nll.isfinite(), nll, 1e30)
-        sums = theirs._segsum(nll, seg_lengths)
+        sums = (nll[:, index] * mask).sum(-1)
         sums = torch.where(sums.isfinite(), sums, math.inf)
         found = sums.amin(0)
         # Whether argmin finds the first is the backend's choice.

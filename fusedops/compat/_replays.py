@@ -223,13 +223,18 @@ def _renew(leaves: list[Any]) -> None:
         leaf.data = data
 
 
-def captured(compute: Callable[[], Any], device: Any) -> tuple[Any, Any]:
-    """Return a CUDA graph of a computation, and the result, which a replay computes."""
+def captured(compute: Callable[[], Any], device: Any, *, shares: bool = True) -> tuple[Any, Any]:
+    """Return a CUDA graph of a computation, and the result, which a replay computes.
+
+    Graphs that share memory may use each other's: a replay of one that stays while others are
+    captured would write over their results.
+    """
     graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
     aside, keeper = _pool(device)
     aside.wait_stream(here)
     with torch.cuda.stream(aside):
-        graph.capture_begin(keeper.pool(), capture_error_mode="thread_local")
+        pool = keeper.pool() if shares else None
+        graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             result = compute()
         finally:

@@ -400,6 +400,7 @@ def unregister() -> None:
     with _lock:
         stop("torchref")
         _replays._pool.cache_clear()
+        _likelihoods._searches.cache_clear()
         for name, modules in FUNCTIONS.items():
             for module in filter(None, map(sys.modules.get, modules)):
                 theirs = getattr(getattr(module, name, None), "theirs", None)
