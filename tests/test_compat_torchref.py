@@ -549,33 +549,31 @@ def test_a_run_by_graphs_is_torchrefs(emulated, change, log):
     assert (len(count) > 10) == (change is not masked)
 
 
-def test_later_runs_are_captured_at_once(emulated, monkeypatch):
-    """Only a first run's first evaluation is TorchRef's; no graph reads results kept before."""
-    make, _ = emulated
-    found, seen = [], {True: set(), False: set()}
-    aggregate = Losses.aggregate
+@pytest.mark.parametrize("fails", [False, True])
+def test_computations_are_evaluated_captured_and_replayed(monkeypatch, fails):
+    """One that can't be captured is evaluated in every call."""
+    evaluated, replayed = [], []
 
-    def counted(self, log_values=False):
-        found[-1].append(torch.is_grad_enabled())
-        return aggregate(self, log_values)
+    def capture(compute, device, *, shares):
+        assert not shares
+        if fails:
+            raise RuntimeError("not now")
+        graph = types.SimpleNamespace(replay=lambda: replayed.append(1))
+        return graph, compute()
 
-    monkeypatch.setattr(Losses, "aggregate", counted)
-    ends = []
-    for kind in (Losses, make):
-        x, y, targets = rosenbrock("cpu", torch.float64)
+    monkeypatch.setattr(_replays, "captured", capture)
+    of = _replays.Replayed(lambda: evaluated.append(1) or 7, torch.device("cuda"), shares=False)
+    assert [of() for _ in range(4)] == [7] * 4
+    assert (len(evaluated), len(replayed)) == ((4, 0) if fails else (2, 3))
+    on_cpu = _replays.Replayed(lambda: 7, torch.device("cpu"), shares=False)
+    assert [on_cpu() for _ in range(3)] == [7] * 3
 
-        def watched(x=x, valley=targets["valley"]):
-            seen[torch.is_grad_enabled()].add(x._version)
-            return valley()
 
-        state = kind(**targets, watched=watched)
-        for _ in range(4):
-            found.append([])
-            seen[True].clear(), seen[False].clear()
-            ends.append(torch.cat(optimized(state, x, y, nsteps=1)))
-            assert not seen[False] & seen[True]
-    assert found[4:] == [[True], [False], [False], [False]]
-    torch.testing.assert_close(ends[4:], ends[:4], rtol=1e-5, atol=1e-6)
+def test_one_owner_at_a_time_has_graphs():
+    with _replays.only_owner([]) as first, _replays.only_owner([]) as second:
+        assert (first, second) == (True, False)
+        assert _replays._running
+    assert not _replays._running
 
 
 def rosenbrock(device, dtype=torch.float32):
@@ -1123,7 +1121,7 @@ class TestTorchRef:
         assert again["rwork"] == pytest.approx(ours["rwork"], abs=1e-5)
 
     def test_errors_of_the_model(self, torchref):
-        """Ours are TorchRef's to the last bit, with ties, atoms that scatter nothing, and NaN."""
+        """Ours are TorchRef's to the last bit, with ties, amplitudes of 0, and NaN."""
         errors = importlib.import_module("torchref.refinement.model_error_estimation.sigma_a")
         rng = np.random.default_rng(0)
         F = 50 * rng.random(3000)
@@ -1168,16 +1166,28 @@ class TestTorchRef:
         assert calls()["_rice_body"] == 2
         # Derivatives by other arguments, and amplitudes without flags, are TorchRef's.
         theirs.rice_per_refl(observed, F, variance, None)
+        torch.func.grad(lambda F: theirs.rice_math(observed, F, variance, centric))(F.detach())
         variance.requires_grad_()
         (found,) = torch.autograd.grad(nll().sum(), variance)
         assert found.abs().sum() > 0
         assert calls()["_rice_body"] == 2
+        # The default dtype is none of the arguments'.
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert nll().dtype == dtype
+        finally:
+            torch.set_default_dtype(before)
 
     def test_tails_of_wilsons_distribution(self, torchref):
         theirs = importlib.import_module("torchref.base.wilson_outliers")
         x = torch.linspace(-400, 10, 1000, dtype=torch.float64)
         expected = theirs.log_normal_cdf(x)
+        (slope,) = torch.autograd.grad(theirs.log_normal_cdf(x.requires_grad_()).sum(), x)
         compat.register()
+        (ours,) = torch.autograd.grad(theirs.log_normal_cdf(x).sum(), x)
+        torch.testing.assert_close(ours, slope, rtol=0, atol=0)
+        x = x.detach()
         torch.testing.assert_close(theirs.log_normal_cdf(x), expected, rtol=1e-9, atol=1e-9)
         assert calls()["_log_mills_tail"] == 1
 
@@ -1196,6 +1206,10 @@ class TestTorchRef:
         ours = theirs.find_pairs_kdtree(*arguments, 6.0, 13)
         torch.testing.assert_close(ours, expected, rtol=0, atol=0)
         assert len(ours[0]) > 50
+        assert calls()["find_pairs_kdtree"] == 1
+        arguments[0][0] = torch.nan
+        with pytest.raises(ValueError, match="finite"):
+            theirs.find_pairs_kdtree(*arguments, 6.0, 13)
 
     @pytest.mark.parametrize("k", [0.0, 0.35, 0.6])
     def test_fits_find_the_solvent(self, refinement, k):
@@ -1348,6 +1362,10 @@ class TestTorchRef:
                 losses.append(each.xray_target_work().item())
             assert losses[1] == pytest.approx(losses[0], rel=1e-4)
         assert _likelihoods._searches.cache_info().currsize == 1
+        counts = calls()
+        assert counts["SolventModel.get_solvent_mask"] >= 4
+        assert counts["_solve_sigma_a"] >= 6
+        assert counts["_rice_body"] >= 6
 
     def test_masks_and_the_shape_of_a_grid(self, refinement):
         """Both are TorchRef's, and follow other reflections and another grid."""

@@ -17,8 +17,10 @@ import fusedops._frame.needs_torch  # noqa: F401
 
 import torch
 
+from fusedops._frame.bridge.modes import has_tangent
+from fusedops._frame.torch_private import private
 from fusedops.compat._refinement import unserved
-from fusedops.compat._replays import captured
+from fusedops.compat._replays import Replayed
 
 _TINY, _MOST_BESSEL, _MOST_EXPONENT = 1e-12, 1e6, 80.0
 
@@ -37,12 +39,12 @@ class _Likelihood(torch.autograd.Function):
         decay = torch.exp(-twice.clamp(-_MOST_EXPONENT, _MOST_EXPONENT))
         inner = torch.where(centric, (1 + decay) / 2, i0) + _TINY
         scale = torch.where(centric, 2 / math.pi * weight, 2 * scaled) + _TINY
-        share = torch.where(centric, 0.5, 1.0)
+        share = torch.where(centric, 0.5, 1.0).to(F.dtype)
         squares = torch.addcmul(observed * scaled, size * size, weight)
         nll = share * (squares - scale.log()) - inner.log() - torch.where(centric, product, z)
         if ctx.needs_input_grad[0]:
             # The derivatives of TorchRef's clamps end where its values do.
-            bessel = (torch.special.i1e(z) - i0) / inner + 1
+            bessel = (torch.special.i1e(z) - i0 * z.sgn()) / inner + 1
             bessel = 2 * bessel * (twice <= _MOST_BESSEL)
             cosh = 1 - decay / inner * (twice.abs() <= _MOST_EXPONENT)
             slope = 2 * share * size * weight - scaled * torch.where(centric, cosh, bessel)
@@ -67,6 +69,8 @@ def likelihoods(F_obs: Any, F_calc: Any, Sigma: Any, centric_flags: Any, *, thei
     of = F_obs, Sigma
     if (
         unserved()
+        or private().transforming()
+        or has_tangent((F_obs, F_calc, Sigma))
         or centric_flags is None
         or any([x.requires_grad or x.dtype != F_calc.dtype for x in of])
         or any([x.shape != F_calc.shape for x in (*of, centric_flags)])
@@ -78,6 +82,8 @@ def likelihoods(F_obs: Any, F_calc: Any, Sigma: Any, centric_flags: Any, *, thei
 
 def shell_sums(x: Any, lengths: Any) -> Any:
     """Return sums over shells, whose lengths are read from the device at once."""
+    if not isinstance(lengths, torch.Tensor):
+        return NotImplemented
     index, mask = _layout(lengths, x)
     return (x[..., index] * mask).sum(-1)
 
@@ -87,13 +93,6 @@ def _layout(lengths: Any, like: Any) -> tuple[Any, Any]:
     device = str(like.device)
     index, mask = sys.modules[_ERRORS]._segment_layout(tuple(lengths.tolist()), device)
     return index, mask.to(like.dtype)
-
-
-@functools.lru_cache(maxsize=16)
-def _ladder(count: int, ratio: float, device: Any, dtype: Any) -> Any:
-    """Return powers of a ratio, centred about 1, as a column."""
-    powers = [ratio ** (k - (count - 1) / 2) for k in range(count)]
-    return torch.tensor(powers, device=device, dtype=dtype)[:, None]
 
 
 def error_variances(
@@ -118,49 +117,51 @@ def error_variances(
     inputs = fo, fc, cen, eps, seg, Sigma_N, S2, ratio, index, mask
     options = v_min, n_grid, n_stages
     if not fo.is_cuda or torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        return _searched(inputs, *options)
+        return _searched(inputs, _ladders(Sigma_N, *options), v_min)
     kinds = tuple([(x.shape, x.dtype, x.device) for x in inputs])
     # A graph's inputs are those of one stream's work at a time.
     return _searches(kinds, options, torch.cuda.current_stream(fo.device).cuda_stream)(inputs)
+
+
+def _ladders(like: Any, v_min: float, count: int, stages: int) -> list[Any]:
+    """Return the factors of each stage's grid, about the best value of the stage before."""
+    span = 1 / max(v_min, 1e-12)
+    step = span ** (1 / (count - 1))
+    ratios = [step]
+    for _ in range(stages - 1):
+        ratios.append(ratios[-1] ** (2 / (count - 1)))
+    make = sys.modules[_ERRORS]._grid_ladder
+    first, *others = (make(count, ratio, like.device, like.dtype)[:, None] for ratio in ratios)
+    return [v_min * first * span**0.5, *others]
 
 
 @functools.lru_cache(maxsize=4)
 def _searches(kinds: Any, options: Any, stream: int) -> Callable[[Any], tuple[Any, Any]]:
     """Return a search by a CUDA graph, for inputs of some kinds."""
     inputs = tuple([torch.zeros(shape, dtype=dtype, device=of) for shape, dtype, of in kinds])
-    compute, lock = functools.partial(_searched, inputs, *options), threading.Lock()
-    made: list[Any] = []
+    ladders, lock = _ladders(inputs[5], *options), threading.Lock()
+    compute = functools.partial(_searched, inputs, ladders, options[0])
+    replayed = Replayed(compute, inputs[0].device, shares=False)
 
     def search(given: Any) -> tuple[Any, Any]:
         with lock:
             torch._foreach_copy_(inputs, given)
-            if not made:
-                # An operation makes what it keeps out of the capture.
-                compute()
-                made.extend(captured(compute, given[0].device, shares=False))
-            graph, (best, least) = made
-            graph.replay()
+            best, least = replayed()
             return best.clone(), least.clone()
 
     return search
 
 
-def _searched(inputs: Any, v_min: float, n_grid: int, n_stages: int) -> tuple[Any, Any]:
+def _searched(inputs: Any, ladders: list[Any], v_min: float) -> tuple[Any, Any]:
     theirs = sys.modules[_ERRORS]
     fo, fc, cen, eps, seg, Sigma_N, S2, ratio, index, mask = inputs
-    of = Sigma_N.device, Sigma_N.dtype
     coupling = ratio.clamp(max=theirs.RATIO_MAX).sqrt()
-    span = 1 / max(v_min, 1e-12)
-    step = span ** (1 / (n_grid - 1))
     least, best = torch.full_like(Sigma_N, math.inf), torch.ones_like(Sigma_N)
-    places = torch.arange(n_grid, device=of[0])[:, None]
-    for stage in range(n_stages):
-        if stage:
-            step **= 2 / (n_grid - 1)
-            v = best * _ladder(n_grid, step, *of)
-        else:
-            v = (v_min * _ladder(n_grid, step, *of) * span**0.5).expand(-1, len(best))
-        v = v.clamp(v_min, 1)
+    last = len(ladders[0]) - 1
+    places = torch.arange(last + 1, device=Sigma_N.device)[:, None]
+    for ladder in ladders:
+        # The first grid is about 1, which is the best value so far.
+        v = (best * ladder).clamp(v_min, 1)
         mean = (1 - v).clamp(0, 1).sqrt() * coupling
         variance = eps * (v * Sigma_N + S2)[:, seg]
         nll = theirs._rice_nll_reduced(fo[None], mean[:, seg] * fc, variance, cen[None])
@@ -169,7 +170,7 @@ def _searched(inputs: Any, v_min: float, n_grid: int, n_stages: int) -> tuple[An
         sums = torch.where(sums.isfinite(), sums, math.inf)
         found = sums.amin(0)
         # Whether argmin finds the first is the backend's choice.
-        first = torch.where(sums == found, places, n_grid - 1).amin(0)
+        first = torch.where(sums == found, places, last).amin(0)
         closer = found < least
         best = torch.where(closer, v.gather(0, first[None])[0], best)
         least = torch.where(closer, found, least)

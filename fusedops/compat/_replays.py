@@ -3,17 +3,17 @@
 An optimizer asks for the loss some dozen times, and changes nothing but its parameters between. The
 first evaluation is TorchRef's own: it makes all that is kept for later ones. The next is captured,
 gradients included, and replayed from then on. Losses of a new kind are evaluated once more before,
-to see whether the host waits for the GPU, which no graph holds. Of a loss that an earlier run has
-captured, the value without gradients makes all that is kept, and the first evaluation is captured.
+to see whether the host waits for the GPU, which no graph holds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
+import threading
 import warnings
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import fusedops._frame.needs_torch  # noqa: F401
@@ -25,8 +25,6 @@ from fusedops.compat._refinement import keeps, unserved
 
 #: Kinds of losses, and whether a graph holds them.
 _held: dict[Any, bool] = {}
-#: States by their losses that have been captured.
-_captured: Any = weakref.WeakValueDictionary()
 
 
 class _Evaluations:
@@ -60,25 +58,6 @@ class _Evaluations:
         places = [(p.device, p.data_ptr(), _is_hooked(p)) for p in leaves]
         return leaves, weights, (weights, list(targets.values()), places)
 
-    def _kind(self, leaves: list[Any]) -> tuple[Any, ...]:
-        targets = self.state.targets.items()
-        return *[(name, type(x).__qualname__) for name, x in targets], *[p.shape for p in leaves]
-
-    def _name(self, leaves: list[Any]) -> tuple[Any, ...]:
-        return id(self.state), *map(id, self.state.targets.values()), self._kind(leaves)
-
-    def prepare(self) -> None:
-        """Be ready to capture the first evaluation of a loss that an earlier run has captured."""
-        leaves, _, setting = self._now()
-        if _held.get(self._kind(leaves)) and _captured.get(self._name(leaves)) is self.state:
-            try:
-                with torch.no_grad():
-                    self.state.aggregate()
-            except RuntimeError:
-                return  # TorchRef's first evaluation rejects it, or tells.
-            self.setting, self.versions = setting, [p._version for p in leaves]
-            _change(leaves)
-
     def check(self) -> None:
         """Drop the graph if it would no longer be the loss."""
         if self.graph is not None and self._now()[2] != self.setting:
@@ -108,7 +87,7 @@ class _Evaluations:
 
     def loss(self) -> Any:
         """Return the loss, or NotImplemented for an evaluation that TorchRef serves."""
-        state = self.state
+        state, targets = self.state, self.state.targets
         leaves, weights, setting = self._now()
         before, self.versions = self.versions, [p._version for p in leaves]
         if setting != self.setting:
@@ -116,7 +95,8 @@ class _Evaluations:
             self.setting = setting
             return NotImplemented
         if self.graph is None:
-            kind = self._kind(leaves)
+            kind = tuple([(name, type(target).__qualname__) for name, target in targets.items()])
+            kind += tuple([p.shape for p in leaves])
             # TorchRef keeps results of a parameter that hasn't changed since. The gradient of a
             # parameter with hooks would pass through them twice.
             stays = any([new == old for new, old in zip(self.versions, before, strict=True)])
@@ -129,7 +109,6 @@ class _Evaluations:
             else:
                 try:
                     self._capture(leaves, weights)
-                    _captured[self._name(leaves)] = state
                 except BaseException as error:
                     _held[kind] = False
                     self._discard(leaves)
@@ -187,8 +166,9 @@ class _Evaluations:
         """Let nobody keep results of a capture that failed, which were never computed."""
         self.forget()
         self.state.reset_caches()
-        _pool.cache_clear()
-        _change(leaves)
+        with torch.no_grad():
+            for leaf in leaves:
+                leaf.mul_(1)
         _renew(leaves)
 
 
@@ -208,13 +188,6 @@ def _tell(why: str) -> None:
     )
 
 
-def _change(leaves: list[Any]) -> None:
-    """Let nobody take leaves for those that a kept result follows from."""
-    with torch.no_grad():
-        for leaf in leaves:
-            leaf.mul_(1)
-
-
 def _renew(leaves: list[Any]) -> None:
     """Give leaves new nodes for their gradients: a node that lives on keeps its first stream."""
     for leaf in leaves:
@@ -223,24 +196,59 @@ def _renew(leaves: list[Any]) -> None:
         leaf.data = data
 
 
+_capturing = threading.RLock()
+
+
 def captured(compute: Callable[[], Any], device: Any, *, shares: bool = True) -> tuple[Any, Any]:
     """Return a CUDA graph of a computation, and the result, which a replay computes.
 
     Graphs that share memory may use each other's: a replay of one that stays while others are
     captured would write over their results.
     """
-    graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
-    aside, keeper = _pool(device)
-    aside.wait_stream(here)
-    with torch.cuda.stream(aside):
-        pool = keeper.pool() if shares else None
-        graph.capture_begin(pool, capture_error_mode="thread_local")
+    with _capturing:
+        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
+        aside, keeper = _pool(device)
+        aside.wait_stream(here)
         try:
-            result = compute()
-        finally:
-            graph.capture_end()
-    here.wait_stream(aside)
-    return graph, result
+            with torch.cuda.stream(aside):
+                pool = keeper.pool() if shares else None
+                graph.capture_begin(pool, capture_error_mode="thread_local")
+                try:
+                    result = compute()
+                finally:
+                    graph.capture_end()
+        except BaseException:
+            # The stream may be left within the capture.
+            _pool.cache_clear()
+            raise
+        here.wait_stream(aside)
+        return graph, result
+
+
+class Replayed:
+    """A computation that is evaluated once, then captured, and replayed from then on.
+
+    Where capturing fails it is evaluated in every call.
+    """
+
+    def __init__(self, compute: Callable[[], Any], device: Any, *, shares: bool = True) -> None:
+        self.compute, self.device, self.shares = compute, device, shares
+        self.captures, self.evaluated = device.type == "cuda", False
+        self.graph: Any = None
+        self.result: Any = None
+
+    def __call__(self) -> Any:
+        """Return the result, which a later call may write over."""
+        if self.graph is None and self.captures and self.evaluated:
+            try:
+                self.graph, self.result = captured(self.compute, self.device, shares=self.shares)
+            except RuntimeError:
+                self.captures = False
+        self.evaluated = True
+        if self.graph is None:
+            return self.compute()
+        self.graph.replay()
+        return self.result
 
 
 @functools.cache
@@ -275,9 +283,23 @@ class _Loss(torch.autograd.Function):
         return None, *[None if dx is None else dx * dy for dx in ctx.gradients]
 
 
-# By the id of a LossState, which has no hash, while an optimizer runs. Graphs share memory, so only
-# one optimizer at a time has them.
-_running: dict[int, _Evaluations] = {}
+# By the id of a LossState, which has no hash, while an optimizer runs, or of another owner: graphs
+# share memory, so only one at a time has them.
+_running: dict[int, Any] = {}
+
+
+@contextlib.contextmanager
+def only_owner(owner: Any) -> Iterator[bool]:
+    """Yield whether an owner may have graphs that share memory, and keep others from it."""
+    with _capturing:
+        alone = not _running
+        if alone:
+            _running[id(owner)] = owner
+    try:
+        yield alone
+    finally:
+        if alone:
+            _running.pop(id(owner), None)
 
 
 def run(
@@ -307,7 +329,6 @@ def run(
     try:
         if _lbfgs.serves(optimizer):
             evaluations.direction = torch.cat([p.detach().flatten() for p in parameters])
-            evaluations.prepare()
             optimizer.step = _lbfgs.step_by(optimizer, evaluations)
         _running[id(state)] = evaluations
         found = theirs(context=context)

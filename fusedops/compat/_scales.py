@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from fusedops.compat._refinement import kept_terms, unserved
-from fusedops.compat._replays import captured
+from fusedops.compat._replays import Replayed, only_owner
 
 
 class _Scaled(torch.autograd.Function):
@@ -154,20 +154,12 @@ class _Fit:
         self.low, self.high = (bounds + [1e-12, -1e-12]).T
         #: The parameters on the device, where a CUDA graph reads them.
         self.given = self.observed.new_zeros(len(bounds))
-        self.graph: Any = None
-        self.products: Any = None
+        self.products = Replayed(self._multiplied, self.given.device)
 
     def __call__(self, x: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
         """Return the loss, with TorchRef's penalty of U, its gradient, and J transposed times J."""
         self.given.copy_(torch.from_numpy(x))
-        if self.graph is not None:
-            self.graph.replay()
-        elif self.products is None or self.given.is_cpu:
-            self.products = self._multiplied()
-        else:
-            self.graph, self.products = captured(self._multiplied, self.given.device)
-            self.graph.replay()
-        products = self.products.cpu().numpy()
+        products = self.products().cpu().numpy()
         JTJ, gradient, loss = products[:-1, :-1], products[:-1, -1], products[-1, -1] / 2
         JTJ[self.U, self.U] += 2 * np.eye(6)
         gradient[self.U] += 2 * x[self.U]
@@ -267,7 +259,9 @@ def fit(
     with torch.no_grad():
         minimum = _Fit(scaler, of, fcalc)
         start = torch.cat([p.detach().double().flatten() for p in refined]).cpu().numpy()
-        end = minimum.least(start)
+        with only_owner(minimum) as alone:
+            minimum.products.captures &= alone
+            end = minimum.least(start)
         if end is None:
             return NotImplemented
         parts = torch.from_numpy(end).split([p.numel() for p in refined])

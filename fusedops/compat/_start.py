@@ -17,6 +17,8 @@ import fusedops._frame.needs_torch  # noqa: F401
 import numpy as np
 import torch
 
+from fusedops.compat._refinement import asked_for_torch
+
 
 def _of(module: str) -> Any:
     """Return a module of TorchRef, which is loaded when its functions are called."""
@@ -460,6 +462,8 @@ def find_pairs_kdtree(
     from scipy.spatial import cKDTree
 
     xyz, atoms, combos = (x.detach().cpu().numpy() for x in (cart_pos, atom_idx, combo_idx))
+    if not np.isfinite(xyz).all():
+        return NotImplemented
     own, near = np.flatnonzero(combos == identity_combo), np.arange(len(xyz))
     for axis in range(3):
         x, of_atoms = xyz[near, axis], xyz[own, axis].astype(np.float64)
@@ -479,6 +483,10 @@ def find_pairs_kdtree(
 
 def log_mills_tail(t: Any) -> Any:
     """Return the logarithm of Mills' ratio from 2 on, without a continued fraction."""
+    # A derivative of erfcx cancels.
+    precise = t.dtype in (torch.float32, torch.float64) and t.device.type in ("cpu", "cuda")
+    if asked_for_torch() or t.requires_grad or not precise:
+        return NotImplemented
     return torch.log(math.sqrt(math.pi / 2) * torch.special.erfcx(math.sqrt(0.5) * t))
 
 
