@@ -671,7 +671,7 @@ def test_fits_of_scales_by_graphs_are_a_cpus(program):
         expected, found = (of(x) for of in fits)
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-9)
-    assert fits[1].graph is not None
+    assert fits[1].products.graph is not None
 
 
 @pytest.mark.gpu
