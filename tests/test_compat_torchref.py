@@ -1188,6 +1188,10 @@ class TestTorchRef:
         (ours,) = torch.autograd.grad(theirs.log_normal_cdf(x).sum(), x)
         torch.testing.assert_close(ours, slope, rtol=0, atol=0)
         x = x.detach()
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+            ours = torch.autograd.forward_ad.unpack_dual(theirs.log_normal_cdf(dual)).tangent
+        torch.testing.assert_close(ours, slope, rtol=1e-9, atol=0)
         torch.testing.assert_close(theirs.log_normal_cdf(x), expected, rtol=1e-9, atol=1e-9)
         assert calls()["_log_mills_tail"] == 1
 

@@ -17,6 +17,7 @@ import fusedops._frame.needs_torch  # noqa: F401
 import numpy as np
 import torch
 
+from fusedops._frame.bridge.modes import has_tangent
 from fusedops.compat._refinement import asked_for_torch
 
 
@@ -485,7 +486,7 @@ def log_mills_tail(t: Any) -> Any:
     """Return the logarithm of Mills' ratio from 2 on, without a continued fraction."""
     # A derivative of erfcx cancels.
     precise = t.dtype in (torch.float32, torch.float64) and t.device.type in ("cpu", "cuda")
-    if asked_for_torch() or t.requires_grad or not precise:
+    if asked_for_torch() or t.requires_grad or has_tangent((t,)) or not precise:
         return NotImplemented
     return torch.log(math.sqrt(math.pi / 2) * torch.special.erfcx(math.sqrt(0.5) * t))
 
