@@ -2,7 +2,7 @@
 
 TorchRef looks functions up in their modules whenever it calls them. `register` puts ours there,
 with the arguments of the installed version: planes for 0.5.1 to 0.7, densities for 0.6.0 to 0.7,
-and the scatter for 0.5. Of 0.7 it also replaces the functions and methods of `_PARTS`.
+and the scatter for 0.5. Of 0.7 it also replaces functions and methods of its refinement.
 """
 
 from __future__ import annotations
