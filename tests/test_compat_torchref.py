@@ -1179,6 +1179,8 @@ class TestTorchRef:
         finally:
             torch.set_default_dtype(before)
 
+    # torch's own code for forward mode, which the first tangent of a process loads.
+    @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
     def test_tails_of_wilsons_distribution(self, torchref):
         theirs = importlib.import_module("torchref.base.wilson_outliers")
         x = torch.linspace(-400, 10, 1000, dtype=torch.float64)
