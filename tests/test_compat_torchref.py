@@ -570,7 +570,7 @@ def test_computations_are_evaluated_captured_and_replayed(monkeypatch, fails):
 
 
 def test_one_owner_at_a_time_has_graphs():
-    with _replays.only_owner([]) as first, _replays.only_owner([]) as second:
+    with _replays.only_owner(1, []) as first, _replays.only_owner(2, []) as second:
         assert (first, second) == (True, False)
         assert _replays._running
     assert not _replays._running

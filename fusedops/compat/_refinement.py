@@ -493,16 +493,17 @@ def solvent_mask(solvent: Any) -> Any:
     within = xyz.new_zeros((2, *[n + 2 * margin for n in grid]), dtype=torch.float32)
     strides = torch.tensor(within.stride()[1:], device=xyz.device)
     atoms = ((nearest.long() % dims + margin) * strides).sum(1)
-    steps = (offsets * strides).sum(1)
+    steps, reaches = (offsets * strides).sum(1), to_voxel.square().sum(1)
     size = max(1, _CHUNK // len(offsets))
     for low in range(0, len(xyz), size):
         part = slice(low, low + size)
         square = 2 * away[part] @ to_voxel.T
         square += away[part].square().sum(1)[:, None]
-        square += to_voxel.square().sum(1)
+        square += reaches
+        places = atoms[part, None] + steps
         for mask, radius in zip(within, (radii, radii + solvent.solvent_radius), strict=True):
             inside = square < radius[part, None].square()
-            mask.view(-1)[(atoms[part, None] + steps)[inside]] = 1
+            mask.view(-1)[places[inside]] = 1
     within = torch.stack([_folded(mask, margin) for mask in within])
     operations = _operations(group)
     try:

@@ -289,17 +289,17 @@ _running: dict[int, Any] = {}
 
 
 @contextlib.contextmanager
-def only_owner(owner: Any) -> Iterator[bool]:
+def only_owner(key: int, owner: Any) -> Iterator[bool]:
     """Yield whether an owner may have graphs that share memory, and keep others from it."""
     with _capturing:
         alone = not _running
         if alone:
-            _running[id(owner)] = owner
+            _running[key] = owner
     try:
         yield alone
     finally:
         if alone:
-            _running.pop(id(owner), None)
+            _running.pop(key, None)
 
 
 def run(
@@ -315,7 +315,7 @@ def run(
     served = _on_gpu(parameters) and keeps() and not unserved()
     # An optimizer that runs within another one's step has other parameters.
     outer = _running.pop(id(state), None)
-    if outer is None and (_running or not served):
+    if outer is None and not served:
         return NotImplemented
     theirs: Any = sys.modules["torchref.refinement.loss_state"].LossState.run
     theirs = functools.partial(getattr(theirs, "theirs", theirs), state, optimizer, log, nsteps)
@@ -326,17 +326,18 @@ def run(
             outer.forget()
             _running[id(state)] = outer
     evaluations = _Evaluations(state, optimizer)
-    try:
-        if _lbfgs.serves(optimizer):
-            evaluations.direction = torch.cat([p.detach().flatten() for p in parameters])
-            optimizer.step = _lbfgs.step_by(optimizer, evaluations)
-        _running[id(state)] = evaluations
-        found = theirs(context=context)
-    finally:
-        _running.pop(id(state), None)
-        evaluations.forget()
-        if evaluations.direction is not None:
-            vars(optimizer).pop("step", None)
+    with only_owner(id(state), evaluations) as alone:
+        if not alone:
+            return NotImplemented
+        try:
+            if _lbfgs.serves(optimizer):
+                evaluations.direction = torch.cat([p.detach().flatten() for p in parameters])
+                optimizer.step = _lbfgs.step_by(optimizer, evaluations)
+            found = theirs(context=context)
+        finally:
+            evaluations.forget()
+            if evaluations.direction is not None:
+                vars(optimizer).pop("step", None)
     if evaluations.latest is None:
         return found
     dtype = sys.modules["torchref.config"].get_float_dtype()

@@ -259,7 +259,7 @@ def fit(
     with torch.no_grad():
         minimum = _Fit(scaler, of, fcalc)
         start = torch.cat([p.detach().double().flatten() for p in refined]).cpu().numpy()
-        with only_owner(minimum) as alone:
+        with only_owner(id(minimum), minimum) as alone:
             minimum.products.captures &= alone
             end = minimum.least(start)
         if end is None:

@@ -471,8 +471,8 @@ def find_pairs_kdtree(
         low, high = of_atoms.min(initial=np.inf), of_atoms.max(initial=-np.inf)
         near = near[(x >= low - cutoff) & (x <= high + cutoff)]
     quick = {"balanced_tree": False, "compact_nodes": False}
-    trees = (cKDTree(xyz[some], **quick) for some in (own, near))
-    found = next(trees).sparse_distance_matrix(next(trees), cutoff, output_type="ndarray")
+    tree, others = (cKDTree(xyz[some], **quick) for some in (own, near))
+    found = tree.sparse_distance_matrix(others, cutoff, output_type="ndarray")
     found = found[found["v"] < cutoff]
     i, images = atoms[own[found["i"]]].astype(np.int64), near[found["j"]]
     j, image = atoms[images].astype(np.int64), combos[images].astype(np.int64)
