@@ -287,7 +287,11 @@ class Forces(torch.nn.Module):
 def uncaptured(monkeypatch):
     """Force steps on the CPU, whose replays evaluate anew."""
     monkeypatch.setattr(_force_steps, "_is_on_gpu", lambda tensor: True)
-    monkeypatch.setattr(_force_steps, "captured", lambda evaluate, device: evaluate)
+
+    def anew(compute, device, **options):
+        return types.SimpleNamespace(replay=compute), None
+
+    monkeypatch.setattr(_force_steps, "captured", anew)
     uma.register(turbo=True)
     yield
     uma.unregister()
@@ -492,8 +496,8 @@ def test_a_force_step_finds_pairs_of_another_box(uncaptured, what):
 
 
 def test_a_capture_that_fails(uncaptured, monkeypatch):
-    def fails(evaluate, device):
-        evaluate()
+    def fails(compute, device, **options):
+        compute()
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(_force_steps, "captured", fails)
@@ -656,6 +660,29 @@ def test_a_force_step_by_a_graph(mode, dtype, count):
         uma.unregister()
     # Two calls before the capture, and that.
     assert calls == [1, 3, *[0] * 9]
+
+
+@pytest.mark.gpu
+def test_a_model_that_waits_for_the_gpu_is_not_captured():
+    """Its steps are the model's own from then on, and other models have graphs."""
+
+    class Waiting(Forces):
+        def forward(self, data):
+            assert data["pos"].isfinite().all().item()
+            return super().forward(data)
+
+    uma.register(turbo=True)
+    try:
+        made = model("umas_fast_gpu", dtype=torch.float32, regress_stress=True)
+        steps = [uma.ForceStep(kind(*made).cuda()) for kind in (Waiting, Forces)]
+        tolerance, data = 10 * TOLERANCE[torch.float32], systems(1, torch.float32, "cuda")
+        stepped(steps[0], data, tolerance)
+        with pytest.warns(RuntimeWarning, match="ForceStep: .* capturing failed"):
+            stepped(steps[0], data, tolerance)
+        found = [[stepped(step, data, tolerance) for _ in range(3)] for step in steps]
+    finally:
+        uma.unregister()
+    assert found == [[1, 1, 1], [1, 3, 0]]
 
 
 def test_a_step_of_the_bench_agrees_with_fairchem(monkeypatch):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import importlib.metadata
 import importlib.resources
@@ -26,7 +27,7 @@ torch = pytest.importorskip("torch")
 import fusedops  # noqa: E402
 import fusedops.compat.torchref as compat  # noqa: E402
 from densities import Problem, direct  # noqa: E402
-from fusedops.compat import _lbfgs, _likelihoods, _replays, _scales  # noqa: E402
+from fusedops.compat import _graphs, _lbfgs, _likelihoods, _replays, _scales  # noqa: E402
 from fusedops.density import atom_radius  # noqa: E402
 from fusedops.samples import atoms_in, cubes  # noqa: E402
 
@@ -561,11 +562,11 @@ def test_computations_are_evaluated_captured_and_replayed(monkeypatch, fails):
         graph = types.SimpleNamespace(replay=lambda: replayed.append(1))
         return graph, compute()
 
-    monkeypatch.setattr(_replays, "captured", capture)
-    of = _replays.Replayed(lambda: evaluated.append(1) or 7, torch.device("cuda"), shares=False)
+    monkeypatch.setattr(_graphs, "captured", capture)
+    of = _graphs.Replayed(lambda: evaluated.append(1) or 7, torch.device("cuda"), shares=False)
     assert [of() for _ in range(4)] == [7] * 4
     assert (len(evaluated), len(replayed)) == ((4, 0) if fails else (2, 3))
-    on_cpu = _replays.Replayed(lambda: 7, torch.device("cpu"), shares=False)
+    on_cpu = _graphs.Replayed(lambda: 7, torch.device("cpu"), shares=False)
     assert [on_cpu() for _ in range(3)] == [7] * 3
 
 
@@ -672,6 +673,39 @@ def test_fits_of_scales_by_graphs_are_a_cpus(program):
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-9)
     assert fits[1].products.graph is not None
+
+
+@pytest.mark.gpu
+def test_no_garbage_is_collected_within_a_capture():
+    """A graph in a cycle of references, which Python would destroy there."""
+    x = torch.ones(1000, device="cuda")
+
+    def compute():
+        if gc.isenabled():
+            gc.collect()
+        return x * 2
+
+    class Cycle:
+        def __init__(self):
+            self.graph, _ = _graphs.captured(compute, x.device, before=1)
+            self.graph.replay()
+            self.cycle = self
+
+    for _ in range(5):
+        Cycle()
+        graph, y = _graphs.captured(compute, x.device)
+        assert gc.isenabled()
+    graph.replay()
+    torch.testing.assert_close(y, 2 * x)
+    with pytest.raises(RuntimeError):
+        _graphs.captured(lambda: x.sum().item(), x.device)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        _graphs.captured(compute, x.device)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import fusedops._frame.needs_torch  # noqa: F401
@@ -24,6 +24,7 @@ from fusedops._frame.arrays import allows_tf32
 from fusedops._frame.bridge.modes import transforms
 from fusedops._frame.check import positive, refuse, traced, warn
 from fusedops.compat._edges import targets_of
+from fusedops.compat._graphs import captured
 
 #: The names in fairchem's data of what depends on edges.
 EDGES = frozenset(("edge_index", "cell_offsets", "nedges", "scatter_target"))
@@ -264,7 +265,8 @@ class _Captured:
         self._keep(data, pairs, offsets)
         self.outputs: Any = None
         self.report: Any = None
-        self.run = captured(self._evaluate, pos.device)
+        graph, _ = captured(self._evaluate, pos.device, shares=False, before=2)
+        self.run = graph.replay
 
     def _embedded(self, data: Any) -> Any:
         """Return the datasets' embedding, which fairchem looks up by a number of the host."""
@@ -413,16 +415,3 @@ def _replaced(owner: Any, **values: Any) -> Iterator[None]:
         for name in values:
             del vars(owner)[name]
         vars(owner).update(before)
-
-
-def captured(evaluate: Callable[[], None], device: Any) -> Callable[[], None]:
-    """Return the replay of a CUDA graph of a function, called before to compile kernels."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    # torch.cuda.graph leaves its stream current where it can't end a capture.
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            evaluate()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            evaluate()
-    return graph.replay

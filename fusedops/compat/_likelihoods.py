@@ -19,8 +19,8 @@ import torch
 
 from fusedops._frame.bridge.modes import has_tangent
 from fusedops._frame.torch_private import private
+from fusedops.compat._graphs import Replayed
 from fusedops.compat._refinement import unserved
-from fusedops.compat._replays import Replayed
 
 _TINY, _MOST_BESSEL, _MOST_EXPONENT = 1e-12, 1e6, 80.0
 

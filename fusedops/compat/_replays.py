@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +20,7 @@ import fusedops._frame.needs_torch  # noqa: F401
 import torch
 
 from fusedops.compat import _lbfgs
+from fusedops.compat._graphs import captured, capturing
 from fusedops.compat._refinement import keeps, unserved
 
 #: Kinds of losses, and whether a graph holds them.
@@ -196,70 +196,6 @@ def _renew(leaves: list[Any]) -> None:
         leaf.data = data
 
 
-_capturing = threading.RLock()
-
-
-def captured(compute: Callable[[], Any], device: Any, *, shares: bool = True) -> tuple[Any, Any]:
-    """Return a CUDA graph of a computation, and the result, which a replay computes.
-
-    Graphs that share memory may use each other's: a replay of one that stays while others are
-    captured would write over their results.
-    """
-    with _capturing:
-        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
-        aside, keeper = _pool(device)
-        aside.wait_stream(here)
-        try:
-            with torch.cuda.stream(aside):
-                pool = keeper.pool() if shares else None
-                graph.capture_begin(pool, capture_error_mode="thread_local")
-                try:
-                    result = compute()
-                finally:
-                    graph.capture_end()
-        except BaseException:
-            # The stream may be left within the capture.
-            _pool.cache_clear()
-            raise
-        here.wait_stream(aside)
-        return graph, result
-
-
-class Replayed:
-    """A computation that is evaluated once, then captured, and replayed from then on.
-
-    Where capturing fails it is evaluated in every call.
-    """
-
-    def __init__(self, compute: Callable[[], Any], device: Any, *, shares: bool = True) -> None:
-        self.compute, self.device, self.shares = compute, device, shares
-        self.captures, self.evaluated = device.type == "cuda", False
-        self.graph: Any = None
-        self.result: Any = None
-
-    def __call__(self) -> Any:
-        """Return the result, which a later call may write over."""
-        if self.graph is None and self.captures and self.evaluated:
-            try:
-                self.graph, self.result = captured(self.compute, self.device, shares=self.shares)
-            except RuntimeError:
-                self.captures = False
-        self.evaluated = True
-        if self.graph is None:
-            return self.compute()
-        self.graph.replay()
-        return self.result
-
-
-@functools.cache
-def _pool(device: Any) -> tuple[Any, Any]:
-    """Return a stream for captures, and a graph that keeps the memory of all later ones."""
-    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        torch.zeros((), device=device)
-    return stream, graph
-
-
 class _Loss(torch.autograd.Function):
     """A loss whose gradients are there."""
 
@@ -291,7 +227,7 @@ _running: dict[int, Any] = {}
 @contextlib.contextmanager
 def only_owner(key: int, owner: Any) -> Iterator[bool]:
     """Yield whether an owner may have graphs that share memory, and keep others from it."""
-    with _capturing:
+    with capturing:
         alone = not _running
         if alone:
             _running[key] = owner

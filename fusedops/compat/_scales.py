@@ -9,6 +9,7 @@ solvent. On a GPU a CUDA graph evaluates a fit's loss and its derivatives.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable
@@ -19,8 +20,9 @@ import fusedops._frame.needs_torch  # noqa: F401
 import numpy as np
 import torch
 
+from fusedops.compat._graphs import Replayed
 from fusedops.compat._refinement import kept_terms, unserved
-from fusedops.compat._replays import Replayed, only_owner
+from fusedops.compat._replays import only_owner
 
 
 class _Scaled(torch.autograd.Function):
@@ -145,16 +147,15 @@ class _Fit:
             dtype = torch.complex128 if x.is_complex() else torch.float64
             return work.select(x.detach()).to(dtype)
 
-        self.of, self.F = _Scale(*map(exact, of)), exact(fcalc)
-        self.observed = work.F.detach().double()
         self.U = slice(of.design.shape[1], of.design.shape[1] + 6)
         edges = (-10, 10), np.log(solvent.SS_HALF_BOUNDS), np.log(solvent.N_EXP_BOUNDS)
         bounds = np.array([(-np.inf, np.inf)] * self.U.stop + [*edges])
         # TorchRef's clamps have no gradient where an exponential is rounded to beyond a bound.
         self.low, self.high = (bounds + [1e-12, -1e-12]).T
         #: The parameters on the device, where a CUDA graph reads them.
-        self.given = self.observed.new_zeros(len(bounds))
-        self.products = Replayed(self._multiplied, self.given.device)
+        self.given = torch.zeros(len(bounds), dtype=torch.float64, device=fcalc.device)
+        fixed = _Scale(*map(exact, of)), exact(fcalc), work.F.detach().double()
+        self.products = Replayed(functools.partial(_products, self.given, *fixed), fcalc.device)
 
     def __call__(self, x: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
         """Return the loss, with TorchRef's penalty of U, its gradient, and J transposed times J."""
@@ -164,28 +165,6 @@ class _Fit:
         JTJ[self.U, self.U] += 2 * np.eye(6)
         gradient[self.U] += 2 * x[self.U]
         return loss + float(x[self.U] @ x[self.U]), gradient, JTJ
-
-    def _multiplied(self) -> Any:
-        """Return the products of all columns of J and of the residuals with each other."""
-        of = self.of
-        c, U, (log_k, log_half, log_n) = self.given.tensor_split([self.U.start, self.U.stop])
-        n = log_n.exp()
-        factors = of.factors(c, U, log_k.exp(), log_half.exp(), n)
-        of_atoms, of_solvent, iso, aniso, power = factors
-        F = of.applied(factors, self.F)
-        size = F.abs()
-        phase = F / size.clamp(min=torch.finfo(size.dtype).tiny)
-        atoms = of_atoms * _real_product(phase, self.F)
-        solvent = of_solvent * _real_product(phase, of.solvent)
-        falloff = -solvent * (power <= 30) * power * n
-        log_ratio = (of.log_s - log_half).clamp(min=_LEAST_LOG)
-        columns = [
-            ((atoms + solvent) * (iso.abs() <= 10))[:, None] * of.design,
-            (atoms * (aniso.abs() <= 10))[:, None] * of.squares,
-            torch.stack([solvent, -falloff, falloff * log_ratio, size - self.observed], 1),
-        ]
-        J = torch.cat(columns, 1)
-        return J.T @ J
 
     def least(self, x: np.ndarray) -> np.ndarray | None:
         """Return the parameters of the minimum that is found from a start, or None for NaN."""
@@ -228,6 +207,29 @@ class _Fit:
                 if damping > 1e3:
                     break
         return x, (loss, gradient, JTJ)
+
+
+def _products(given: Any, of: _Scale, fcalc: Any, observed: Any) -> Any:
+    """Return the products of all columns of J and of the residuals with each other."""
+    k = of.design.shape[1]
+    c, U, (log_k, log_half, log_n) = given.tensor_split([k, k + 6])
+    n = log_n.exp()
+    factors = of.factors(c, U, log_k.exp(), log_half.exp(), n)
+    of_atoms, of_solvent, iso, aniso, power = factors
+    F = of.applied(factors, fcalc)
+    size = F.abs()
+    phase = F / size.clamp(min=torch.finfo(size.dtype).tiny)
+    atoms = of_atoms * _real_product(phase, fcalc)
+    solvent = of_solvent * _real_product(phase, of.solvent)
+    falloff = -solvent * (power <= 30) * power * n
+    log_ratio = (of.log_s - log_half).clamp(min=_LEAST_LOG)
+    columns = [
+        ((atoms + solvent) * (iso.abs() <= 10))[:, None] * of.design,
+        (atoms * (aniso.abs() <= 10))[:, None] * of.squares,
+        torch.stack([solvent, -falloff, falloff * log_ratio, size - observed], 1),
+    ]
+    J = torch.cat(columns, 1)
+    return J.T @ J
 
 
 #: Logarithms of the solvent's scale that a first fit also starts from, with TorchRef's falloff.

@@ -27,7 +27,7 @@ from fusedops._frame.bridge.tensors import unwrapped
 from fusedops._frame.check import traced
 from fusedops._frame.torch_private import private
 from fusedops._swaps import Swap, release_of, start, stop
-from fusedops.compat import _likelihoods, _refinement, _replays, _scales, _start
+from fusedops.compat import _graphs, _likelihoods, _refinement, _replays, _scales, _start
 from fusedops.compat._refinement import asked_for_torch
 from fusedops.density import Lattice, atom_radius, gaussian_density
 from fusedops.density.op import COMPONENTS, LEAST_WIDTH, OnBad, gaussian_matrices
@@ -399,7 +399,7 @@ def unregister() -> None:
     """
     with _lock:
         stop("torchref")
-        _replays._pool.cache_clear()
+        _graphs._pool.cache_clear()
         _likelihoods._searches.cache_clear()
         for name, modules in FUNCTIONS.items():
             for module in filter(None, map(sys.modules.get, modules)):
