@@ -43,8 +43,10 @@ def captured(
                 finally:
                     graph.capture_end()
         except BaseException:
-            # The stream may be left within the capture.
+            # The stream may be left within the capture, and torch draws no random numbers until
+            # another one ends.
             _pool.cache_clear()
+            _pool(device)
             raise
         here.wait_stream(aside)
         return graph, result
