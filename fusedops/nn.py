@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any, Literal
@@ -12,11 +11,10 @@ from typing import Any, Literal
 import fusedops._frame.needs_torch
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 # Imported now: torch.compile can't import the bridge while it traces a call.
 import fusedops._frame.bridge  # noqa: F401
-from fusedops._frame.arrays import allows_tf32, wide
+from fusedops._frame.arrays import wide
 from fusedops._frame.bridge.modes import watched
 from fusedops._frame.check import at_least_one, holds, of_shape, one_of, size, traced
 from fusedops._frame.registry import BACKENDS, BackendName
@@ -27,6 +25,7 @@ from fusedops._layers import (
     is_plain,
     is_plain_norm,
 )
+from fusedops._products import linear_products
 from fusedops.conv import ACTIVATIONS, Activation, Sequences, dynamic_conv, dynamic_conv_step
 from fusedops.delta import gated_delta_rule, gated_delta_rule_step
 from fusedops.generated import dynamic_conv_generated
@@ -881,72 +880,6 @@ class JetBlock(torch.nn.Module):
         return shown if self.backend is None else f"{shown}, backend={self.backend!r}"
 
 
-#: The types of tensors whose products are ours.
-PLAIN = torch.Tensor, torch.nn.Parameter
-
-
-#: The fewest products, and results of an edge, of a layer that repays splitting edges on a GPU.
-#: With fewer `gpukern.products.repay` leaves it to torch, after a longer call.
-REPAID = 1 << 31, 160
-
-
-class RadialProducts(TorchFunctionMode):
-    """Linear layers of many edges in float32 by our products, in a ``with`` block.
-
-    A linear layer is an SO(2) convolution of degree 0. Ours are oneDNN's on a CPU, and torch's are
-    MKL's, which multiplies at half the speed on processors that aren't Intel's. On a GPU ours are
-    those of tensor cores, exact to float32.
-    """
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Call a function of torch, or ours in its place."""
-        kwargs = kwargs or {}
-        if function is torch.nn.functional.linear and self._serves(*args, **kwargs):
-            return self._linear(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    @staticmethod
-    def _serves(input: Any, weight: Any, bias: Any = None) -> bool:
-        given = (input, weight) if bias is None else (input, weight, bias)
-        return (
-            all(type(a) in PLAIN and a.dtype == torch.float32 for a in given)
-            and all(a.device == input.device for a in given)
-            and input.layout == weight.layout == torch.strided
-            and input.ndim == weight.ndim == 2
-            and input.shape[1] == weight.shape[1]
-            and (bias is None or bias.shape == weight.shape[:1])
-            and _repays(input, weight)
-            and not torch.is_autocast_enabled(input.device.type)
-        )
-
-    @staticmethod
-    def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
-        found: Any = so2_convolution(input.unsqueeze(1), weight, bias=bias)
-        return found.squeeze(1)
-
-
-def _repays(input: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether our product is faster than torch's."""
-    products = input.shape[0] * weight.numel()
-    if input.is_cpu:
-        return products >= MANY
-    least, results = REPAID
-    many = products >= least and len(weight) >= results
-    # A sum over edges, for weights, was not timed.
-    return input.is_cuda and many and not (weight.requires_grad or allows_tf32())
-
-
-def radial_products(x: torch.Tensor, backend: BackendName | None = None) -> Any:
-    """Return the context for a network of `x`: ours unless a backend is asked for.
-
-    While torch.compile traces, it is none, as that multiplies as it chooses.
-    """
-    ours = backend is None and not traced()
-    return RadialProducts() if ours else nullcontext()
-
-
 class SO2Convolution(torch.nn.Module):
     r"""SO(2) convolution of messages, with radial functions that a small network computes.
 
@@ -1124,7 +1057,7 @@ class SO2Convolution(torch.nn.Module):
                 kind = type(x_edge).__name__
                 raise TypeError(f"SO2Convolution: x_edge is a {kind}; it should be a tensor")
             of_shape("SO2Convolution", "x_edge", x_edge, (len(x), network[0].in_features))
-            with radial_products(x_edge, self.backend):
+            with linear_products(x_edge, self.backend):
                 x_edge = network(x_edge)
         layers: Any = [self.fc_m0]
         parts: Any = self.so2_m_conv

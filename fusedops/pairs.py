@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from fusedops._frame import registry
 from fusedops._frame.check import at_least_one, is_dtensor, one_of
 from fusedops._layers import check_container, is_plain
+from fusedops._products import linear_products
 from fusedops._swaps import serves
 from fusedops.attention import triangle_attention
 
@@ -252,9 +253,10 @@ class PairTransition(torch.nn.Module):
         n = self.norm(x)
         # In place where neither a derivative nor a layer's hook needs the factors.
         kept = torch.is_grad_enabled() or not all(map(is_plain, (self.fc1, self.fc2, self.silu)))
-        hidden = self.silu(self.fc1(n)) if kept else F.silu(self.fc1(n), inplace=True)
-        gate = self.fc2(n)
-        return self.fc3(hidden * gate if kept else hidden.mul_(gate))
+        with linear_products(n):
+            hidden = self.silu(self.fc1(n)) if kept else F.silu(self.fc1(n), inplace=True)
+            gate = self.fc2(n)
+            return self.fc3(hidden * gate if kept else hidden.mul_(gate))
 
     def extra_repr(self) -> str:
         """Return the text in ``repr`` that comes before the layers."""
@@ -575,7 +577,9 @@ class TriangleAttention(torch.nn.Module):
         o = in_parts(attended, (1 if self.starting else 2, 1, 1), rows, *given)
         layers: Any = self.mha
         # FSDP refuses views: the layer's result is none.
-        return layers.linear_o(o.reshape(*leading, N, N, self.no_heads * self.c_hidden))
+        o = o.reshape(*leading, N, N, self.no_heads * self.c_hidden)
+        with linear_products(o):
+            return layers.linear_o(o)
 
     def _mask(self, mask: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """Return a mask as (B, R, N), for the edges of every row."""
@@ -639,14 +643,15 @@ class TriangleAttention(torch.nn.Module):
         """
         layers: Any = [getattr(self.mha, f"linear_{name}") for name in "qkvg"]
         gate = layers[-1]
-        if all(map(is_plain, layers)) and all(layer.bias is None for layer in layers[:-1]):
-            # One product reads n once.
-            found = F.linear(n, torch.cat([layer.weight for layer in layers]))
-            *qkv, g = found.unflatten(-1, (4, self.no_heads, -1)).unbind(-3)
-            if gate.bias is not None:
-                g = g + gate.bias.unflatten(0, g.shape[-2:])
-        else:
-            *qkv, g = (layer(n).unflatten(-1, (self.no_heads, -1)) for layer in layers)
+        with linear_products(n):
+            if all(map(is_plain, layers)) and all(layer.bias is None for layer in layers[:-1]):
+                # One product reads n once.
+                found = F.linear(n, torch.cat([layer.weight for layer in layers]))
+                *qkv, g = found.unflatten(-1, (4, self.no_heads, -1)).unbind(-3)
+                if gate.bias is not None:
+                    g = g + gate.bias.unflatten(0, g.shape[-2:])
+            else:
+                *qkv, g = (layer(n).unflatten(-1, (self.no_heads, -1)) for layer in layers)
         if ours:
             q, k, v = (each if self.starting else each.transpose(1, 2) for each in qkv)
             o = triangle_attention(q, k, v, bias.squeeze(1), mask)

@@ -137,12 +137,12 @@ def test_energies_and_forces_are_those_of_fairchem(expected, registered, mode, d
 
 @pytest.mark.parametrize("mode", MODES)
 def test_networks_of_radial_functions_have_our_products(expected, registered, monkeypatch, mode):
-    from fusedops import nn
+    from fusedops import _products
 
-    served, ours = [], nn.RadialProducts._linear
-    monkeypatch.setattr(nn, "MANY", 0)
+    served, ours = [], _products.LinearProducts._linear
+    monkeypatch.setattr(_products, "MANY", 0)
     note = staticmethod(lambda *given: served.append(given) or ours(*given))
-    monkeypatch.setattr(nn.RadialProducts, "_linear", note)
+    monkeypatch.setattr(_products.LinearProducts, "_linear", note)
     found = evaluated(model(mode, dtype=torch.float32), crystal(torch.float32))
     assert_close(found, expected[(2, 2), torch.float32], TOLERANCE[torch.float32])
     # Three layers for the degree embedding, and for each of two convolutions; fast modes join two.

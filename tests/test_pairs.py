@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 import formulas  # noqa: E402
 from allocated import peak  # noqa: E402
 from formulas import gradients, randomized  # noqa: E402
-from fusedops import pairs  # noqa: E402
+from fusedops import _products, pairs  # noqa: E402
 from fusedops.compat import boltz  # noqa: E402
 from fusedops.nn import PairBlock, PairTransition, TriangleAttention  # noqa: E402
 
@@ -164,6 +164,32 @@ def test_the_transition_is_that_of_the_paper(leading, out_dim):
     with torch.no_grad():
         got = module.eval()(x, chunk_size=2)
     torch.testing.assert_close(got, formulas.transition(module, x), **TOLERANCE)
+
+
+@pytest.mark.parametrize("max_memory", [None, 600])
+@pytest.mark.parametrize("kind", [PairTransition, TriangleAttention])
+def test_layers_have_our_products_of_float32(monkeypatch, kind, max_memory):
+    """In parts, and computed anew in the backward, too; a result is no view."""
+    served, ours = [], _products.LinearProducts._linear
+    note = staticmethod(lambda *given: served.append(given) or ours(*given))
+    monkeypatch.setattr(_products.LinearProducts, "_linear", note)
+    monkeypatch.setattr(_products, "_repays", lambda given: True)
+    monkeypatch.setattr(pairs, "linear_products", lambda x: _products.LinearProducts())
+    module, (z, _) = randomized(kind(C, D, max_memory=max_memory)).float(), pair(2)
+    z = z.detach().float().requires_grad_()
+    found = module(z)
+    assert max_memory or not found._is_view()
+    leaves = z, *module.parameters()
+    first = torch.autograd.grad(found.square().sum(), leaves, create_graph=max_memory is None)
+    assert len(served) >= (3 if kind is PairTransition else 2) * (4 if max_memory else 1)
+    exact = module.double()
+    wide = z.detach().double().requires_grad_()
+    want = exact(wide)
+    leaves = wide, *exact.parameters()
+    wanted = torch.autograd.grad(want.square().sum(), leaves, create_graph=True)
+    torch.testing.assert_close(
+        (found, *first), (want, *wanted), rtol=1e-4, atol=1e-4, check_dtype=False
+    )
 
 
 def test_a_transition_of_openfold_3_loads():
@@ -436,6 +462,35 @@ def test_exported_for_any_number_of_residues(block, tmp_path):
     loaded = torch.export.load(tmp_path / "module.pt2").module()
     z, mask = torch.randn(1, 9, 9, C, dtype=z.dtype), torch.rand(1, 9, 9) > 0.3
     torch.testing.assert_close(loaded(z, mask), module(z, mask), **TOLERANCE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [PairTransition, TriangleAttention])
+def test_large_layers_on_a_gpu_have_our_products(monkeypatch, kind):
+    """With gradients of all parameters, as exact as torch's; torch's own switch to TF32 stays."""
+    served, ours = [], _products.LinearProducts._linear
+    note = staticmethod(lambda *given: served.append(given) or ours(*given))
+    monkeypatch.setattr(_products.LinearProducts, "_linear", note)
+    torch.manual_seed(0)
+    module, z = randomized(kind(128)).cuda().float(), torch.randn(1, 256, 256, 128, device="cuda")
+
+    def derivatives(module, z):
+        leaves = z.detach().requires_grad_(), *module.parameters()
+        found = module(leaves[0])
+        return [found.detach(), *torch.autograd.grad(found.square().sum(), leaves)]
+
+    found, count = derivatives(module, z), len(served)
+    assert count == (2 if kind is PairTransition else 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(_products, "_repays", lambda given: False)
+        theirs = derivatives(module, z)
+    exact = derivatives(module.double(), z.double())
+    for one, other, true in zip(found, theirs, exact, strict=True):
+        errors = [float((x.double() - true).norm() / true.norm()) for x in (one, other)]
+        assert errors[0] < max(2 * errors[1], 1e-6)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    module.float()(z)
+    assert len(served) == count
 
 
 @pytest.mark.gpu

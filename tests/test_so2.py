@@ -328,28 +328,28 @@ def network(kind=None):
 @pytest.fixture
 def served(monkeypatch):
     """Have our products serve few edges too, and list the shapes of the weights."""
-    from fusedops import nn
+    from fusedops import _products
 
-    shapes, ours = [], nn.so2_convolution
+    shapes, ours = [], _products.so2_convolution
 
     def note(x, weight, **options):
         shapes.append(tuple(weight.shape))
         return ours(x, weight, **options)
 
-    monkeypatch.setattr(nn, "MANY", 0)
-    monkeypatch.setattr(nn, "so2_convolution", note)
+    monkeypatch.setattr(_products, "MANY", 0)
+    monkeypatch.setattr(_products, "so2_convolution", note)
     return shapes
 
 
 @needs_torch
 def test_radial_functions_have_our_products_and_torchs_derivatives(served):
-    from fusedops.nn import radial_products
+    from fusedops._products import linear_products
 
     found = []
     for kind in (torch.float32, torch.float64):
         net, x = network(kind)
         leaves = [x.requires_grad_(), *net.parameters()]
-        with radial_products(x):
+        with linear_products(x):
             out = net(x)
         first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
         second = torch.autograd.grad(sum(dx.square().sum() for dx in first), leaves)
@@ -365,18 +365,18 @@ def test_radial_functions_have_our_products_and_torchs_derivatives(served):
     "why", ["few", "float64", "batches", "autocast", "compile", "a subclass", "a backend"]
 )
 def test_radial_functions_that_are_left_to_torch(served, monkeypatch, why):
-    from fusedops import nn
+    from fusedops import _products
 
     net, x = network(torch.float64 if why == "float64" else torch.float32)
     x = x[None] if why == "batches" else x
     if why == "a subclass":
         x = x.as_subclass(type("Own", (torch.Tensor,), {}))
     if why == "few":
-        monkeypatch.setattr(nn, "MANY", 1000)
+        monkeypatch.setattr(_products, "MANY", 1000)
     if why == "compile":
-        monkeypatch.setattr(nn, "traced", lambda: True)
+        monkeypatch.setattr(_products, "traced", lambda: True)
     with torch.autocast("cpu", enabled=why == "autocast"):
-        with nn.radial_products(x, "torch" if why == "a backend" else None):
+        with _products.linear_products(x, "torch" if why == "a backend" else None):
             found = net(x)
         expected = net(x)
     assert not served
@@ -386,20 +386,20 @@ def test_radial_functions_that_are_left_to_torch(served, monkeypatch, why):
 
 @needs_torch
 def test_radial_functions_without_memory(served):
-    from fusedops.nn import radial_products
+    from fusedops._products import linear_products
 
     net, x = (part.to("meta") for part in network())
-    with radial_products(x):
+    with linear_products(x):
         assert net(x).is_meta
     assert not served
 
 
 @needs_torch
 def test_a_radial_function_of_another_width_raises_torchs_error(served):
-    from fusedops.nn import radial_products
+    from fusedops._products import linear_products
 
     net, x = network()
-    with radial_products(x), pytest.raises(RuntimeError, match="mat1 and mat2"):
+    with linear_products(x), pytest.raises(RuntimeError, match="mat1 and mat2"):
         net(x[:, 1:])
 
 

@@ -25,10 +25,11 @@ import torch
 # Imported now: torch.compile can't import the bridge while it traces a call.
 import fusedops._frame.bridge  # noqa: F401
 from fusedops._frame.check import flag, one_of
+from fusedops._products import linear_products
 from fusedops._swaps import Swap, log, of, start, stop
 from fusedops.compat._edges import edges_of
 from fusedops.compat._force_steps import ForceStep, has_force_steps
-from fusedops.nn import SO2Convolution, radial_products
+from fusedops.nn import SO2Convolution
 from fusedops.so2 import PRECISIONS, Layout, gate_activation
 from fusedops.so2.op import WEIGHTS
 from fusedops.wigner import (
@@ -94,7 +95,7 @@ def _convolution(theirs: Any) -> Any:
 
 
 class _Radial(torch.nn.Module):
-    """fairchem's ``RadialMLP``, by `fusedops.nn.radial_products`."""
+    """fairchem's ``RadialMLP``, by `linear_products`."""
 
     def __init__(self, theirs: Any) -> None:
         super().__init__()
@@ -102,7 +103,7 @@ class _Radial(torch.nn.Module):
 
     def forward(self, inputs: Any) -> Any:
         """Return the radial functions."""
-        with radial_products(inputs):
+        with linear_products(inputs):
             return self.net(inputs)
 
 
@@ -292,7 +293,7 @@ class EdgeOps:
         >>> EdgeOps.get_layer_radial_emb.__name__
         'get_layer_radial_emb'
         """
-        with radial_products(x_edge):
+        with linear_products(x_edge):
             return super().get_layer_radial_emb(x_edge, model)  # type: ignore[misc]
 
     @_counted
