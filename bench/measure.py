@@ -7,6 +7,7 @@ import importlib.metadata
 import itertools
 import math
 import platform
+import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -336,7 +337,6 @@ class Bench:
             exponent, left_out = grown(at, medians, quartiles)
             rows.append(
                 {
-                    "op": workload.op.__name__,
                     "workload": workload.name,
                     "dtype": workload.dtype,
                     "who": name,
@@ -345,9 +345,8 @@ class Bench:
                     "unit": workload.unit,
                     "sizes": at,
                     "ms": medians,
-                    "quartiles_ms": quartiles,
-                    "noisy": left_out,
                     "exponent": exponent,
+                    **({"noisy": left_out} if left_out else {}),
                 }
             )
         return rows
@@ -463,7 +462,8 @@ def _refusal(contest: OfOp | OfStep, found: dict[str, float]) -> str | None:
 
 
 def _word(error: Exception) -> str:
-    first = str(error).strip().partition("\n")[0]
+    """Return an error's class and first sentence."""
+    first = re.split(r"(?<=[.!]) |\n", str(error).strip())[0]
     return f"{type(error).__name__}: {first}"[:120]
 
 
