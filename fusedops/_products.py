@@ -43,7 +43,9 @@ class LinearProducts(TorchFunctionMode):
     ) -> Any:
         """Call a function of torch, or ours in its place."""
         kwargs = kwargs or {}
-        if function is torch.nn.functional.linear and self._serves(*args, **kwargs):
+        # torch.compile may trace a layer that is called in the block.
+        linear = function is torch.nn.functional.linear and not traced()
+        if linear and self._serves(*args, **kwargs):
             return self._linear(*args, **kwargs)
         return function(*args, **kwargs)
 

@@ -404,6 +404,19 @@ def test_a_radial_function_of_another_width_raises_torchs_error(served):
 
 
 @needs_torch
+def test_radial_functions_that_are_compiled_alone(served):
+    from fusedops._products import linear_products
+
+    net, x = network()
+    torch._dynamo.reset()
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    with linear_products(x):
+        found = compiled(x)
+    assert not served
+    torch.testing.assert_close(found, net(x))
+
+
+@needs_torch
 @pytest.mark.parametrize(
     ("given", "message"),
     [
