@@ -88,7 +88,9 @@ def linear_products(x: torch.Tensor, backend: BackendName | None = None) -> Any:
 
     While torch.compile traces, it is none, as that multiplies as it chooses.
     """
+    # A traced size must not be looked at: torch.export would keep to one side of the bound.
+    if backend is not None or x.dtype != torch.float32 or traced():
+        return nullcontext()
     # Torch calls the context for each function. A layer has up to some 4,096 results.
     many = x.numel() >= REPAID[0] >> 12 if x.is_cuda else x.ndim == 2
-    ours = many and backend is None and x.dtype == torch.float32 and not traced()
-    return LinearProducts() if ours else nullcontext()
+    return LinearProducts() if many else nullcontext()

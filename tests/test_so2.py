@@ -417,6 +417,22 @@ def test_radial_functions_that_are_compiled_alone(served):
 
 
 @needs_torch
+def test_layers_on_a_gpu_that_are_traced_for_any_number_of_rows():
+    """As by torch.export; a GPU is told from a CPU without one."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    from fusedops._products import linear_products
+
+    sizes = ShapeEnv()
+    with FakeTensorMode(shape_env=sizes):
+        x = torch.empty((sizes.create_unbacked_symint(), 128), device="cuda")
+        with linear_products(x):
+            assert x.is_cuda
+    assert not sizes.guards
+
+
+@needs_torch
 @pytest.mark.parametrize(
     ("given", "message"),
     [
