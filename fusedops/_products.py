@@ -43,8 +43,8 @@ class LinearProducts(TorchFunctionMode):
     ) -> Any:
         """Call a function of torch, or ours in its place."""
         kwargs = kwargs or {}
-        # torch.compile may trace a layer that is called in the block.
-        linear = function is torch.nn.functional.linear and not traced()
+        # A layer that is called in the block may be compiled.
+        linear = function is torch.nn.functional.linear and not _recorded()
         if linear and self._serves(*args, **kwargs):
             return self._linear(*args, **kwargs)
         return function(*args, **kwargs)
@@ -70,6 +70,11 @@ class LinearProducts(TorchFunctionMode):
         return torch.ops.aten._unsafe_view(found, (*input.shape[:-1], len(weight)))
 
 
+def _recorded() -> bool:
+    """Return whether torch records a call; torch.jit.trace would keep our result as a constant."""
+    return traced() or torch.jit.is_tracing()
+
+
 def _repays(given: tuple[Any, ...]) -> bool:
     """Return whether our product is faster than torch's."""
     input, weight = given[:2]
@@ -86,10 +91,10 @@ def _repays(given: tuple[Any, ...]) -> bool:
 def linear_products(x: torch.Tensor, backend: BackendName | None = None) -> Any:
     """Return the context for layers of `x`: ours unless a backend is asked for.
 
-    While torch.compile traces, it is none, as that multiplies as it chooses.
+    While torch traces, it is none: compilers multiply as they choose.
     """
     # A traced size must not be looked at: torch.export would keep to one side of the bound.
-    if backend is not None or x.dtype != torch.float32 or traced():
+    if backend is not None or x.dtype != torch.float32 or _recorded():
         return nullcontext()
     # Torch calls the context for each function. A layer has up to some 4,096 results.
     many = x.numel() >= REPAID[0] >> 12 if x.is_cuda else x.ndim == 2

@@ -417,6 +417,29 @@ def test_radial_functions_that_are_compiled_alone(served):
 
 
 @needs_torch
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
+def test_radial_functions_that_torchscript_traces(served):
+    import torch
+
+    from fusedops._products import linear_products
+
+    class Radial(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.x = network()
+
+        def forward(self, x):
+            with linear_products(x):
+                return self.net(x)
+
+    radial = Radial()
+    traced = torch.jit.trace(radial, radial.x, check_trace=False)
+    assert not served
+    x = torch.cat([radial.x, -radial.x])
+    torch.testing.assert_close(traced(x), radial.net(x))
+
+
+@needs_torch
 def test_layers_on_a_gpu_that_are_traced_for_any_number_of_rows():
     """As by torch.export; a GPU is told from a CPU without one."""
     from torch._subclasses.fake_tensor import FakeTensorMode
