@@ -246,8 +246,9 @@ class PairTransition(torch.nn.Module):
             rows = min(rows, max(1, self.max_memory // (channels * x.element_size())))
         if rows == total:
             return self._transition(x)
-        flat = x.reshape(total, self.dim)
-        return in_parts(self._transition, (0,), rows, flat).reshape(*x.shape[:-1], self.out_dim)
+        # On a CPU a matrix would be taken for edges by `linear_products`.
+        flat = x.reshape(1, total, self.dim)
+        return in_parts(self._transition, (1,), rows, flat).reshape(*x.shape[:-1], self.out_dim)
 
     def _transition(self, x: torch.Tensor) -> Any:
         n = self.norm(x)

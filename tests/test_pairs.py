@@ -192,6 +192,17 @@ def test_layers_have_our_products_of_float32(monkeypatch, kind, max_memory):
     )
 
 
+@pytest.mark.parametrize("max_memory", [None, 600])
+@pytest.mark.parametrize("kind", [PairTransition, TriangleAttention])
+def test_pairs_on_a_cpu_have_torchs_products(monkeypatch, kind, max_memory):
+    def refused(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(_products, "MANY", 0)
+    monkeypatch.setattr(_products.LinearProducts, "_linear", staticmethod(refused))
+    kind(C, D, max_memory=max_memory).float()(pair(2)[0].detach().float())
+
+
 def test_a_transition_of_openfold_3_loads():
     module = randomized(PairTransition(C))
     layers = {"norm": "layer_norm", "fc3": "linear_out"}
