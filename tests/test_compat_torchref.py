@@ -570,6 +570,61 @@ def test_computations_are_evaluated_captured_and_replayed(monkeypatch, fails):
     assert [on_cpu() for _ in range(3)] == [7] * 3
 
 
+def test_a_capture_that_fails_tells_its_own_error(monkeypatch):
+    """Where the GPU captures nothing from then on, too, and the stream is the caller's again."""
+    modes, current = [], ["the caller's"]
+
+    @contextlib.contextmanager
+    def on(stream):
+        before, current[:] = current[:], [stream]
+        try:
+            yield
+        finally:
+            current[:] = before
+
+    class Graph:
+        def pool(self):
+            return 1
+
+        def capture_begin(self, pool, capture_error_mode):
+            modes.append(capture_error_mode)
+
+        def capture_end(self):
+            if len(modes) > 2:
+                raise RuntimeError("capture_end failed")
+
+    @contextlib.contextmanager
+    def capture(graph, stream, capture_error_mode="global"):
+        # As torch's, whose stream stays where the capture doesn't end.
+        before, current[:] = current[:], [stream]
+        graph.capture_begin(None, capture_error_mode)
+        yield
+        graph.capture_end()
+        current[:] = before
+
+    made = types.SimpleNamespace(wait_stream=lambda other: None)
+    for name, value in {
+        "CUDAGraph": Graph,
+        "Stream": lambda device: made,
+        "current_stream": lambda device: made,
+        "stream": on,
+        "graph": capture,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    _graphs._pool.cache_clear()
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _graphs.captured(interrupted, torch.device("cpu"))
+    finally:
+        _graphs._pool.cache_clear()
+    assert current == ["the caller's"]
+    assert modes == ["thread_local"] * 3
+
+
 def test_one_owner_at_a_time_has_graphs():
     with _replays.only_owner(1, []) as first, _replays.only_owner(2, []) as second:
         assert (first, second) == (True, False)

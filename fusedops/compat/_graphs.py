@@ -46,7 +46,8 @@ def captured(
             # The stream may be left within the capture, and torch draws no random numbers until
             # another one ends.
             _pool.cache_clear()
-            _pool(device)
+            with contextlib.suppress(RuntimeError):
+                _pool(device)
             raise
         here.wait_stream(aside)
         return graph, result
@@ -68,7 +69,9 @@ def _without_collections() -> Iterator[None]:
 def _pool(device: Any) -> tuple[Any, Any]:
     """Return a stream for captures, and a graph that keeps the memory of all later ones."""
     stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    alone = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
+    # torch.cuda.graph leaves its stream current where a capture doesn't begin or end.
+    with torch.cuda.stream(stream), alone:
         torch.zeros((), device=device)
     return stream, graph
 
