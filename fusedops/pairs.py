@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, get_args
 
 import fusedops._frame.needs_torch  # noqa: F401
@@ -73,6 +74,11 @@ def expanded(
 def autocasts(x: torch.Tensor) -> bool:
     """Return whether autocast chooses the dtype in which layers of x compute."""
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
+def _products(x: torch.Tensor) -> Any:
+    """Return the context of our products on a GPU; on a CPU torch's are as fast."""
+    return linear_products(x) if x.is_cuda else nullcontext()
 
 
 def in_parts(
@@ -246,15 +252,14 @@ class PairTransition(torch.nn.Module):
             rows = min(rows, max(1, self.max_memory // (channels * x.element_size())))
         if rows == total:
             return self._transition(x)
-        # On a CPU a matrix would be taken for edges by `linear_products`.
-        flat = x.reshape(1, total, self.dim)
-        return in_parts(self._transition, (1,), rows, flat).reshape(*x.shape[:-1], self.out_dim)
+        flat = x.reshape(total, self.dim)
+        return in_parts(self._transition, (0,), rows, flat).reshape(*x.shape[:-1], self.out_dim)
 
     def _transition(self, x: torch.Tensor) -> Any:
         n = self.norm(x)
         # In place where neither a derivative nor a layer's hook needs the factors.
         kept = torch.is_grad_enabled() or not all(map(is_plain, (self.fc1, self.fc2, self.silu)))
-        with linear_products(n):
+        with _products(n):
             hidden = self.silu(self.fc1(n)) if kept else F.silu(self.fc1(n), inplace=True)
             gate = self.fc2(n)
             return self.fc3(hidden * gate if kept else hidden.mul_(gate))
@@ -579,7 +584,7 @@ class TriangleAttention(torch.nn.Module):
         layers: Any = self.mha
         # FSDP refuses views: the layer's result is none.
         o = o.reshape(*leading, N, N, self.no_heads * self.c_hidden)
-        with linear_products(o):
+        with _products(o):
             return layers.linear_o(o)
 
     def _mask(self, mask: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -644,7 +649,7 @@ class TriangleAttention(torch.nn.Module):
         """
         layers: Any = [getattr(self.mha, f"linear_{name}") for name in "qkvg"]
         gate = layers[-1]
-        with linear_products(n):
+        with _products(n):
             if all(map(is_plain, layers)) and all(layer.bias is None for layer in layers[:-1]):
                 # One product reads n once.
                 found = F.linear(n, torch.cat([layer.weight for layer in layers]))

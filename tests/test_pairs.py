@@ -174,7 +174,7 @@ def test_layers_have_our_products_of_float32(monkeypatch, kind, max_memory):
     note = staticmethod(lambda *given: served.append(given) or ours(*given))
     monkeypatch.setattr(_products.LinearProducts, "_linear", note)
     monkeypatch.setattr(_products, "_repays", lambda given: True)
-    monkeypatch.setattr(pairs, "linear_products", lambda x: _products.LinearProducts())
+    monkeypatch.setattr(pairs, "_products", lambda x: _products.LinearProducts())
     module, (z, _) = randomized(kind(C, D, max_memory=max_memory)).float(), pair(2)
     z = z.detach().float().requires_grad_()
     found = module(z)
@@ -200,7 +200,10 @@ def test_pairs_on_a_cpu_have_torchs_products(monkeypatch, kind, max_memory):
 
     monkeypatch.setattr(_products, "MANY", 0)
     monkeypatch.setattr(_products.LinearProducts, "_linear", staticmethod(refused))
-    kind(C, D, max_memory=max_memory).float()(pair(2)[0].detach().float())
+    module = kind(C, D, max_memory=max_memory).float()
+    module(pair(2)[0].detach().float())
+    if kind is PairTransition:
+        module(torch.randn(N, C))
 
 
 def test_a_transition_of_openfold_3_loads():
