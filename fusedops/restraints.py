@@ -647,7 +647,8 @@ def find_contacts(
         ``contacts`` of `fusedops.Restraints`. The distance is the sum of the elements' van der
         Waals radii, and 2.85 Å for oxygen with nitrogen or oxygen, which may share a hydrogen;
         the sigma is 0.3 Å. A contact in the crystal counts once, so that an atom's with its own
-        images, each listed from both of its ends, has the weight ½.
+        images, each listed from both of its ends, has the weight ½; and a weight is divided by the
+        number of operations that keep either atom on its special position.
 
     Raises
     ------
@@ -709,6 +710,7 @@ def find_contacts(
         ~np.isin(pair, _joined(bonds, count)),
         ~np.isin(pair, _linked_to_images(copy) @ [[count, 1], [1, count]]),
     )
+    fixing = _fixing(cell, position)
     table, at_home = table[apart], at_home[apart]
     keys, images = np.unique(table[~at_home, 2:], axis=0, return_inverse=True)
     places = np.full(len(table), -1)
@@ -717,13 +719,15 @@ def find_contacts(
     radii[order] = [atom.element.vdw_r for atom in atoms]
     elements[order] = [atom.element.name for atom in atoms]
     i, j = table[:, :2].T
+    # An image of an atom on a special position is listed by every operation that makes it.
+    times = 1 + np.bincount(fixing[:, 0], minlength=count)
     oxygen, nitrogen = elements == "O", elements == "N"
     shares = (oxygen[i] & (oxygen | nitrogen)[j]) | (nitrogen[i] & oxygen[j])
     return {
         "indices": table[:, :2],
         "distances": np.where(shares, _HYDROGEN_BOND, radii[i] + radii[j]),
         "sigmas": np.full(len(table), _CONTACT_SIGMA),
-        "weights": np.where(i == j, 0.5, 1.0),
+        "weights": np.where(i == j, 0.5, 1.0) / (times[i] * times[j]),
         "images": places,
         "operations": np.array([_operation(cell, *key) for key in keys]).reshape(-1, 3, 4),
     }
@@ -784,6 +788,26 @@ def _images(cell: Any, xyz: np.ndarray, pairs: np.ndarray, within: float) -> np.
         near = (distance <= within) & ((i != j) | (distance > _SPECIAL))
         found.append(np.column_stack([pairs[near], shift[near].astype(np.int64)]))
     return np.concatenate(found)
+
+
+def _fixing(cell: Any, xyz: np.ndarray) -> np.ndarray:
+    """Return rows (i, symmetry, shift by cells) of images of atoms that are the atoms themselves.
+
+    Atoms on special positions have them; the atoms as they are in the file aren't listed.
+    """
+    rows = [np.empty((0, 5), np.int64)]
+    if cell.is_crystal():
+        to_cell, from_cell = (np.array(t.mat.tolist()) for t in (cell.frac, cell.orth))
+        fractional = xyz @ to_cell.T
+        for symmetry, (turn, move) in enumerate(_symmetry(cell)[1:], 1):
+            apart = fractional @ np.transpose(turn) + move - fractional
+            shift = -np.rint(apart)
+            here = np.linalg.norm((apart + shift) @ from_cell.T, axis=1) <= _SPECIAL
+            atoms = np.flatnonzero(here)
+            rows.append(
+                np.column_stack([atoms, np.full(len(atoms), symmetry), shift[here].astype(int)])
+            )
+    return np.concatenate(rows)
 
 
 def _symmetry(cell: Any) -> list[tuple[Any, Any]]:

@@ -345,6 +345,17 @@ def test_an_atom_on_a_special_position_does_not_meet_itself(load):
     assert np.linalg.norm(moved - x, axis=1).min() > 5
 
 
+@pytest.mark.parametrize(("place", "weight"), [("2 1 2", 1.0), ("0 4.2 0", 0.5)])
+def test_contacts_of_an_atom_on_a_special_position_count_once(load, place, weight):
+    """The cell has two contacts of an atom beside the axis, and one of an atom on it."""
+    cell = CELL.replace("P 1 21 1 ", "P 1 2 1  ")
+    for atoms in (f"C1 0 1 0 C2 {place}", f"C1 {place} C2 0 1 0"):
+        structure = load(cell + pdb(f"LIG 1 {atoms}"))
+        contacts = find_contacts(structure, np.empty((0, 2), int), within=3.5)
+        first, second = contacts["indices"].T
+        assert contacts["weights"][first != second].sum() == weight
+
+
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
