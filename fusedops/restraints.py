@@ -711,6 +711,9 @@ def find_contacts(
         ~np.isin(pair, _linked_to_images(copy) @ [[count, 1], [1, count]]),
     )
     fixing = _fixing(cell, position)
+    if len(fixing):
+        joined = _joined_to_images(bonds, fixing)
+        apart &= np.array([row not in joined for row in map(tuple, table.tolist())], bool)
     table, at_home = table[apart], at_home[apart]
     keys, images = np.unique(table[~at_home, 2:], axis=0, return_inverse=True)
     places = np.full(len(table), -1)
@@ -810,6 +813,23 @@ def _fixing(cell: Any, xyz: np.ndarray) -> np.ndarray:
     return np.concatenate(rows)
 
 
+def _joined_to_images(bonds: np.ndarray, fixing: np.ndarray) -> set[tuple[int, ...]]:
+    """Return rows (i, j, symmetry, shift by cells): up to three bonds join i to the image of j.
+
+    The bonds meet in an atom that is its own image.
+    """
+    bonded = _neighbours(bonds)
+    joined = set()
+    for middle, *image in fixing.tolist():
+        far = {middle: 0}
+        for steps in (1, 2, 3):
+            for atom in list(far):
+                for other in bonded.get(atom, ()):
+                    far.setdefault(other, steps)
+        joined |= {(i, j, *image) for i in far for j in far if far[i] + far[j] <= 3}
+    return joined
+
+
 def _symmetry(cell: Any) -> list[tuple[Any, Any]]:
     """Return the fractional matrix and vector of all images of a cell, the first itself."""
     images = [(image.mat.tolist(), image.vec.tolist()) for image in cell.images]
@@ -825,11 +845,15 @@ def _operation(cell: Any, symmetry: int, *shift: int) -> np.ndarray:
 
 def _joined(bonds: np.ndarray, atoms: int) -> list[int]:
     """Return i · atoms + j of all atoms i and j that up to three bonds join."""
-    bonded: dict[int, set[int]] = {}
-    for i, j in np.asarray(bonds).tolist():
-        bonded.setdefault(i, set()).add(j)
-        bonded.setdefault(j, set()).add(i)
-    near = bonded
+    near = bonded = _neighbours(bonds)
     for _ in range(2):
         near = {i: found.union(*[bonded[j] for j in found]) for i, found in near.items()}
     return [i * atoms + j for i, found in near.items() for j in found]
+
+
+def _neighbours(bonds: np.ndarray) -> dict[int, set[int]]:
+    bonded: dict[int, set[int]] = {}
+    for i, j in bonds.tolist():
+        bonded.setdefault(i, set()).add(j)
+        bonded.setdefault(j, set()).add(i)
+    return bonded

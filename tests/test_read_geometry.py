@@ -356,6 +356,17 @@ def test_contacts_of_an_atom_on_a_special_position_count_once(load, place, weigh
         assert contacts["weights"][first != second].sum() == weight
 
 
+def test_bonds_of_an_atom_on_a_special_position_are_no_contacts(load):
+    cell = CELL.replace("P 1 21 1 ", "P 1 2 1  ")
+    atoms = "C1 0 1 0 C2 1.2 1.5 0 C3 2.2 0.4 0 C4 3.4 1.2 0"
+    structure = load(cell + pdb(f"LIG 1 {atoms}"))
+    bonds = np.array([[0, 1], [1, 2], [2, 3]])
+    contacts = find_contacts(structure, bonds, within=4.6)
+    near = {tuple(sorted(pair)) for pair in contacts["indices"].tolist()}
+    # Two bonds join C2 and its image, three C2 and that of C3, and four C3 and its image.
+    assert near == {(1, 3), (2, 2), (2, 3), (3, 3)}
+
+
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
