@@ -467,6 +467,8 @@ def derive_geometry(structure: Structure) -> ModelGeometry:
 
     Raises
     ------
+    StructureError
+        The file's matrices turn its unit cell.
     ImportError
         gemmi isn't installed.
 
@@ -485,6 +487,7 @@ def derive_geometry(structure: Structure) -> ModelGeometry:
     ((608, 2), Counter({'HOH': 81}))
     """
     check_structure("derive_geometry", structure)
+    _check_axes(structure)
     copy, xyz = _numbered(structure), structure.xyz
     residues = [residue for chain in copy[0] for residue in chain]
     listed = [atom for residue in residues for atom in residue]
@@ -530,6 +533,16 @@ def derive_geometry(structure: Structure) -> ModelGeometry:
         first = f"{loose[0]} and others" if len(loose) > 1 else loose[0]
         warnings.append(f"{len(loose)} atoms without bonds have no restraints: {first}")
     return ModelGeometry(columns, skipped, [], Counter(), warnings)
+
+
+def _check_axes(structure: Structure) -> None:
+    """Raise StructureError if a file's matrices turn its unit cell: gemmi finds no neighbours."""
+    matrix = structure.gemmi.cell.orth.mat.tolist()
+    if np.tril(matrix, -1).any():
+        raise StructureError(
+            f"{structure.path}: its matrices (SCALE records or _atom_sites) turn the unit cell; a "
+            "should be along x and b in the plane of x and y"
+        )
 
 
 def _find_bonds(structure: Any) -> tuple[np.ndarray, list[str]]:
@@ -655,6 +668,8 @@ def find_contacts(
     TypeError, ValueError, IndexError
         An array has another dtype or shape; coordinates aren't finite; `bonds` has an atom that the
         structure lacks; or `within` isn't from 0 to 50 Å.
+    StructureError
+        The file's matrices turn its unit cell.
     ImportError
         gemmi isn't installed.
 
@@ -673,6 +688,7 @@ def find_contacts(
     """
     gemmi, op = _gemmi(), "find_contacts"
     check_structure(op, structure)
+    _check_axes(structure)
     count = len(structure.xyz)
     if xyz is not None:
         xyz = checked_xyz(op, structure, xyz)
@@ -779,7 +795,7 @@ def _images(cell: Any, xyz: np.ndarray, pairs: np.ndarray, within: float) -> np.
     to_cell, from_cell = (np.array(t.mat.tolist()) for t in (cell.frac, cell.orth))
     turns, moves = (np.array(each) for each in zip(*_symmetry(cell), strict=True))
     i, j, symmetry = pairs.T
-    fractional = xyz @ to_cell.T
+    fractional = xyz @ to_cell.T + cell.frac.vec.tolist()
     apart = np.einsum("nij,nj->ni", turns[symmetry], fractional[j]) + moves[symmetry]
     apart -= fractional[i]
     nearest = -np.rint(apart)
@@ -801,7 +817,7 @@ def _fixing(cell: Any, xyz: np.ndarray) -> np.ndarray:
     rows = [np.empty((0, 5), np.int64)]
     if cell.is_crystal():
         to_cell, from_cell = (np.array(t.mat.tolist()) for t in (cell.frac, cell.orth))
-        fractional = xyz @ to_cell.T
+        fractional = xyz @ to_cell.T + cell.frac.vec.tolist()
         for symmetry, (turn, move) in enumerate(_symmetry(cell)[1:], 1):
             apart = fractional @ np.transpose(turn) + move - fractional
             shift = -np.rint(apart)
@@ -840,7 +856,10 @@ def _operation(cell: Any, symmetry: int, *shift: int) -> np.ndarray:
     """Return the Cartesian matrix (3, 4) of one of a cell's images, moved by whole cells."""
     to_cell, from_cell = (np.array(t.mat.tolist()) for t in (cell.frac, cell.orth))
     turn, move = map(np.array, _symmetry(cell)[symmetry])
-    return np.column_stack([from_cell @ turn @ to_cell, from_cell @ (move + shift)])
+    # SCALE records may shift the origin of the cell.
+    origin = np.array(cell.frac.vec.tolist())
+    move = turn @ origin + move + shift - origin
+    return np.column_stack([from_cell @ turn @ to_cell, from_cell @ move])
 
 
 def _joined(bonds: np.ndarray, atoms: int) -> list[int]:

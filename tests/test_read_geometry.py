@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fusedops
-from fusedops.restraints import find_contacts, read_geometry
+from fusedops.restraints import derive_geometry, find_contacts, read_geometry
 from fusedops.structure import StructureError
 from structures import pdb
 
@@ -365,6 +365,45 @@ def test_bonds_of_an_atom_on_a_special_position_are_no_contacts(load):
     near = {tuple(sorted(pair)) for pair in contacts["indices"].tolist()}
     # Two bonds join C2 and its image, three C2 and that of C3, and four C3 and its image.
     assert near == {(1, 3), (2, 2), (2, 3), (3, 3)}
+
+
+def scale(matrix, shift=(0, 0, 0)):
+    """Return SCALE records."""
+    return "".join(
+        f"SCALE{k + 1}    {x:10.6f}{y:10.6f}{z:10.6f}     {t:10.5f}\n"
+        for k, ((x, y, z), t) in enumerate(zip(matrix, shift, strict=True))
+    )
+
+
+def test_a_cell_may_be_shifted(load):
+    cell = "CRYST1    8.000   10.000   12.500  90.00  90.00  90.00 P 1 2 1       2\n"
+    to_cell = np.diag([1 / 8, 1 / 10, 1 / 12.5])
+    atoms = "ION 1 C1 {} 3 {}", "ION 2 C2 {} 5 {}"
+    places = (1, 2), (4.2, 6.6)
+    found = []
+    for records, x, z in (("", 0, 0), (scale(to_cell, (0.25, 0, 0.1)), 2, 1.25)):
+        text = [a.format(p - x, q - z) for a, (p, q) in zip(atoms, places, strict=True)]
+        structure = load(cell + records + pdb(*text))
+        contacts = find_contacts(structure, np.empty((0, 2), int), within=7.5)
+        operations = np.concatenate([np.eye(3, 4)[None], contacts["operations"]])
+        first, second = structure.xyz[contacts["indices"]].swapaxes(0, 1)
+        turns, shifts = np.split(operations[contacts["images"] + 1], [3], axis=2)
+        moved = np.einsum("nij,nj->ni", turns, second) + shifts[:, :, 0]
+        found.append(sorted(np.linalg.norm(moved - first, axis=1)))
+    assert len(found[0]) > 5
+    assert found[1] == pytest.approx(found[0], abs=1e-3)
+
+
+def test_a_cell_that_is_turned_is_refused(load):
+    cell = "CRYST1    8.000   10.000   12.500  90.00  90.00  90.00 P 1 2 1       2\n"
+    turned = scale([[0, -1 / 8, 0], [1 / 10, 0, 0], [0, 0, 1 / 12.5]])
+    structure = load(cell + turned + pdb("ION 1 C1 1 3 2"))
+    with pytest.raises(
+        StructureError, match=r"x\.pdb: its matrices .* turn the unit cell; a should"
+    ):
+        find_contacts(structure, np.empty((0, 2), int))
+    with pytest.raises(StructureError, match="turn the unit cell"):
+        derive_geometry(structure)
 
 
 @pytest.mark.parametrize(
