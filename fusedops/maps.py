@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 import fusedops
-from fusedops._frame.check import positive
+from fusedops._frame.check import of_shape, positive, real, refuse, values
 from fusedops._frame.registry import BackendName
 from fusedops._host.limits import available_memory
 from fusedops.density import atom_radius, bad_atoms
 from fusedops.density.op import COMPONENTS
 from fusedops.structure import (
     CELL_NAMES,
+    FARTHEST,
     Structure,
     StructureError,
     _gemmi,
@@ -245,13 +246,13 @@ def scattering_atoms(structure: Structure, *, electron: bool = False) -> Scatter
         elements.setdefault(atom.element.atomic_number, (atom.element, k))
         b[k], occupancy[k], charges[k] = atom.b_iso, atom.occ, atom.charge
         U[k] = atom.aniso.elements_pdb()
-    for name, values in (("occupancy", occupancy), ("B", b), ("U", U)):
-        finite = np.isfinite(values.reshape(count, -1)).all(axis=1)
+    for name, array in (("occupancy", occupancy), ("B", b), ("U", U)):
+        finite = np.isfinite(array.reshape(count, -1)).all(axis=1)
         if not finite.all():
             bad = int(finite.argmin())
             raise StructureError(
                 f"{structure.path}: the {name} of {structure.labels[bad]} is "
-                f"{values[bad].tolist()}; it should be finite"
+                f"{array[bad].tolist()}; it should be finite"
             )
     # gemmi keeps 32 bits; rounding restores the few digits of the file.
     b, occupancy, U = np.round(b, 6), np.round(occupancy, 6), np.round(U, 6)
@@ -534,8 +535,9 @@ def box_grid(xyz: np.ndarray, spacing: float, margin: float) -> MapGrid:
 
     Raises
     ------
-    ValueError
-        `spacing` isn't a positive number.
+    TypeError, ValueError
+        `xyz` has another dtype or shape, no atoms, or a coordinate that isn't finite or is beyond
+        1,000,000 Å; `spacing` isn't a positive number; or `margin` is negative or isn't finite.
     MemoryError
         The map doesn't fit into memory.
 
@@ -546,7 +548,20 @@ def box_grid(xyz: np.ndarray, spacing: float, margin: float) -> MapGrid:
     ((18, 17, 17), (-8, 2, 12))
     """
     gemmi = _gemmi()
-    spacing = positive("box_grid", "spacing", spacing)
+    op = "box_grid"
+    spacing, margin = positive(op, "spacing", spacing), real(op, "margin", margin)
+    if not 0 <= margin < math.inf:
+        refuse(ValueError, op, "margin", f"is {margin!r}", "be a number of at least 0")
+    xyz = values(op, "xyz", xyz)
+    of_shape(op, "xyz", xyz, ("N", 3))
+    if xyz.dtype.kind not in "fiu":
+        refuse(TypeError, op, "xyz", f"has dtype {xyz.dtype}", "be real numbers")
+    if not len(xyz):
+        refuse(ValueError, op, "xyz", "has no atoms", "have at least one")
+    if not (abs(xyz) <= FARTHEST).all():
+        first = int((abs(xyz) <= FARTHEST).all(axis=1).argmin())
+        was = f"is {xyz[first].tolist()}"
+        refuse(ValueError, op, f"xyz[{first}]", was, f"be finite, and within {FARTHEST:,.0f} Å")
     low = np.floor((xyz.min(0) - margin) / spacing)
     shape = np.ceil((xyz.max(0) + margin) / spacing) - low + 1
     check_memory(shape.prod())

@@ -323,6 +323,27 @@ def test_refusals_of_a_spacing(load, spacing):
 
 
 @pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"margin": -3.0}, ValueError, "margin is -3.0; it should be a number of at least 0"),
+        ({"margin": np.nan}, ValueError, "margin is nan"),
+        ({"margin": np.inf}, ValueError, "margin is inf"),
+        ({"margin": "3"}, TypeError, "margin is a str"),
+        ({"xyz": [[0, 0, 0], [0, np.nan, 0]]}, ValueError, r"xyz\[1\] is .*nan.* should be finite"),
+        ({"xyz": [[0, 0, 1e12]]}, ValueError, r"xyz\[0\] is .* within 1,000,000"),
+        ({"xyz": np.zeros((0, 3))}, ValueError, "xyz has no atoms"),
+        ({"xyz": np.zeros(3)}, ValueError, r"xyz has shape \(3,\)"),
+        ({"xyz": [["a", "b", "c"]]}, TypeError, "xyz has dtype <U1"),
+    ],
+)
+def test_refusals_of_a_box(given, error, message):
+    """A box of a negative size would be a grid, too."""
+    assert maps.box_grid([[0, 0, 0]], 0.5, 0.0).shape == (1, 1, 1)
+    with pytest.raises(error, match=f"^box_grid: {message}"):
+        maps.box_grid(**{"xyz": np.zeros((2, 3)), "spacing": 0.5, "margin": 2.0, **given})
+
+
+@pytest.mark.parametrize(
     ("name", "call"),
     [
         ("crystal_grid", lambda path: maps.crystal_grid(path, 1.0)),
