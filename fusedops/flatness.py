@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 import fusedops
+from fusedops._frame.check import floats, of_shape, real, refuse, values
 from fusedops._frame.registry import BackendName
 from fusedops.planarity import Fit
-from fusedops.structure import PlanarGroups, Structure
+from fusedops.structure import PlanarGroups, Structure, checked_xyz
 
 __all__ = ["Flatness", "PlaneScore", "flatness", "flattened"]
 
@@ -106,6 +107,12 @@ def flatness(
     -------
     Flatness
 
+    Raises
+    ------
+    TypeError, ValueError
+        `xyz` has another dtype or shape than the structure's; or a coordinate isn't finite, or is
+        beyond 1,000,000 Å.
+
     Examples
     --------
     >>> from fusedops.samples import ubiquitin
@@ -115,7 +122,7 @@ def flatness(
     >>> worst.plane, round(worst.z, 2)
     ('A/ARG 74 guanidinium', 2.71)
     """
-    xyz = structure.xyz if xyz is None else xyz
+    xyz = structure.xyz if xyz is None else checked_xyz("flatness", structure, xyz)
     planes: list[PlaneScore] = []
     distances, scores, bad = [np.empty(0)], [np.empty(0)], [np.empty(0, np.int64)]
     deviations = fusedops.plane_deviations(xyz, found.groups, fit=fit)
@@ -171,6 +178,12 @@ def flattened(
     steps : int
         The number of steps.
 
+    Raises
+    ------
+    TypeError, ValueError
+        `xyz` has another shape, isn't of real numbers or isn't finite; `tether` isn't finite or is
+        negative; or as `fusedops.planarity_nll`.
+
     Examples
     --------
     >>> square = np.array([[0.0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 1, 0.2]])
@@ -179,6 +192,15 @@ def flattened(
     True
     """
     from scipy.optimize import minimize
+
+    op = "flattened"
+    xyz = floats(op, "xyz", values(op, "xyz", xyz))
+    of_shape(op, "xyz", xyz, ("N", 3))
+    if not np.isfinite(xyz).all():
+        first = int(np.isfinite(xyz).all(axis=1).argmin())
+        refuse(ValueError, op, f"xyz[{first}]", f"is {xyz[first].tolist()}", "be finite")
+    if not 0 <= real(op, "tether", tether) < np.inf:
+        refuse(ValueError, op, "tether", f"is {tether!r}", "be a number of at least 0")
 
     def energy(flat: np.ndarray) -> tuple[float, np.ndarray]:
         moved = flat.reshape(-1, 3)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from fusedops import plane_deviations
+from fusedops.flatness import flatness, flattened
 from fusedops.structure import (
     Structure,
     StructureError,
@@ -474,3 +475,18 @@ def test_without_gemmi(monkeypatch):
     empty = Structure("x.pdb", np.empty((0, 3)), [], None, np.empty(0, np.int64), b"", "PDB")
     with pytest.raises(ImportError, match=r'pip install "gemmi>=0\.7\.3"'):
         planar_groups(empty)
+
+
+def test_coordinates_that_are_not_finite_are_not_flat(ubiquitin):
+    """A plane without a place has distances of zero."""
+    pytest.importorskip("scipy")
+    planes, xyz = planar_groups(ubiquitin), ubiquitin.xyz.copy()
+    assert flatness(ubiquitin, planes, xyz.tolist()).rmsz == flatness(ubiquitin, planes).rmsz
+    xyz[3] = np.nan
+    with pytest.raises(ValueError, match=r"^flatness: xyz\[3\] is .*nan.* should be finite"):
+        flatness(ubiquitin, planes, xyz)
+    with pytest.raises(ValueError, match=r"^flattened: xyz\[3\] is .*nan.* should be finite"):
+        flattened(xyz, planes.groups)
+    for tether in (np.nan, -1.0):
+        with pytest.raises(ValueError, match=r"^flattened: tether is .* at least 0"):
+            flattened(ubiquitin.xyz, planes.groups, tether=tether)
