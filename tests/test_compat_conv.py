@@ -138,6 +138,25 @@ def test_an_update_of_paged_states(layout, tokens, pad):
     assert not out.requires_grad
 
 
+@pytest.mark.parametrize("pad", [0, 9, None])
+def test_padding_may_have_any_number_and_come_often(pad):
+    """A number of padding isn't a state: it may be beyond them all, as in vLLM, or a state's."""
+    x, weight, state = random(3, 8), random(8, 4), random(4, 8, 3)
+    number = -1 if pad is None else pad
+    slots, want_state = torch.tensor([number, 2, number]), state.clone()
+    want = causal_conv1d.causal_conv1d_update(x[1:2], want_state[2:3], weight)
+    out = causal_conv1d.causal_conv1d_update(
+        x, state, weight, conv_state_indices=slots, pad_slot_id=pad
+    )
+    assert torch.equal(out[1:2], want)
+    assert not out[::2].any()
+    assert torch.equal(state, want_state)
+    with pytest.raises(ValueError, match="conv_state has 2 inputs of a sequence; it should have"):
+        causal_conv1d.causal_conv1d_update(
+            x, state[..., 1:], weight, conv_state_indices=slots, pad_slot_id=pad
+        )
+
+
 def test_circular_states_follow_the_convolution():
     x, weight, state = random(2, 8, 12), random(8, 4), random(2, 8, 5)
     had = torch.tensor([3, 9], dtype=torch.int32)
@@ -253,6 +272,12 @@ BAD += [
         ),
         ({"conv_state": STATE[:1].expand(2, 8, 3)}, ValueError, "conv_state overlaps itself"),
         ({"conv_state_indices": torch.tensor([0, 2])}, ValueError, "conv_state_indices has 2; it"),
+        ({"pad_slot_id": 1.5}, TypeError, "pad_slot_id is a float; it should be an int or None"),
+        (
+            {"pad_slot_id": 1, "conv_state_indices": [0, 1]},
+            TypeError,
+            "conv_state_indices is a list; it should be a tensor",
+        ),
     )
 ]
 BAD += [

@@ -34,26 +34,12 @@ def named(activation: bool | Activation | None) -> Activation | None:
     return activation
 
 
-def need_number(op: str, name: str, value: Any) -> None:
-    """Raise TypeError unless the number of a padded state is an int or None."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise TypeError(f"{op}: {name} is a {type(value).__name__}; it should be an int or None")
-
-
 def need_writable(op: str, name: str, tensor: torch.Tensor) -> None:
     """Raise ValueError for a tensor of inference mode outside of it, before any state changes."""
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
             f"{op}: {name} was made in inference mode; it should be a clone, to be written to"
         )
-
-
-def unpadded(slots: torch.Tensor, *numbers: int | None) -> torch.Tensor:
-    """Return slots in which the numbers of padding are negative."""
-    for number in numbers:
-        if number is not None and number >= 0:
-            slots = slots.masked_fill(slots == number, -1)
-    return slots
 
 
 def put(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, kept: torch.Tensor) -> None:

@@ -102,6 +102,20 @@ def need_state(op: str, name: str, state: torch.Tensor, x: torch.Tensor) -> None
     no_overlap(op, name, state)
 
 
+def need_number(op: str, name: str, value: Any) -> None:
+    """Raise TypeError unless the number of a padded state is an int or None."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise TypeError(f"{op}: {name} is a {type(value).__name__}; it should be an int or None")
+
+
+def unpadded(slots: torch.Tensor, *numbers: int | None) -> torch.Tensor:
+    """Return slots in which the numbers of padding are negative."""
+    for number in numbers:
+        if number is not None and number >= 0:
+            slots = slots.masked_fill(slots == number, -1)
+    return slots
+
+
 def _begins(seq_idx: torch.Tensor) -> torch.Tensor:
     """Return for each token of a batch whether it begins a sequence, as (B · T,)."""
     found = torch.ones_like(seq_idx, dtype=torch.bool)
@@ -272,7 +286,7 @@ def causal_conv1d_update(
     activation: Activation | None = None,
     cache_seqlens: torch.Tensor | None = None,
     conv_state_indices: torch.Tensor | None = None,
-    pad_slot_id: int = -1,
+    pad_slot_id: int | None = -1,
 ) -> torch.Tensor:
     r"""Shift tokens of every sequence into its state, in place, and return their convolution.
 
@@ -298,7 +312,7 @@ def causal_conv1d_update(
     conv_state_indices : tensor (B,), int32 or int64, optional
         The state of each sequence, as in continuous batching. A negative one is padding, for which
         out is zero and no state changes.
-    pad_slot_id : int
+    pad_slot_id : int or None
         Another number of `conv_state_indices` that means padding, as in vLLM and SGLang.
 
     Returns
@@ -336,14 +350,15 @@ def causal_conv1d_update(
     >>> state.tolist()
     [[[1.0]], [[4.0]]]
     """
+    name = "causal_conv1d_update"
+    need_number(name, "pad_slot_id", pad_slot_id)
+    if conv_state_indices is not None and pad_slot_id is not None and pad_slot_id >= 0:
+        need_integers(name, "conv_state_indices", conv_state_indices, ("B",), x)
+        conv_state_indices = unpadded(conv_state_indices, pad_slot_id)
     given = x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices
     # The op takes arrays, and kernels of every token, too.
     if not all(isinstance(each, torch.Tensor) for each in given[:3]) or weight.ndim != 2:
         _need_update(*given)
-    if conv_state_indices is not None and pad_slot_id >= 0:
-        _need_update(*given)
-        padding = conv_state_indices == pad_slot_id
-        conv_state_indices = conv_state_indices.masked_fill(padding, -1)
     several = x.ndim == 3
     # Autograd must see that the update overwrites the state's values.
     recorded = conv_state.requires_grad and torch.is_grad_enabled()

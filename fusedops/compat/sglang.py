@@ -23,16 +23,16 @@ from fusedops.compat._paged import (
     convolved,
     decoded,
     named,
-    need_number,
     need_writable,
     put,
-    unpadded,
 )
 from fusedops.compat.causal_conv1d import (
     need_floats,
     need_integers,
+    need_number,
     need_state,
     need_tensor,
+    unpadded,
 )
 from fusedops.conv import Activation
 from fusedops.conv.plan import check_slots

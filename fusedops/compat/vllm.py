@@ -20,8 +20,14 @@ import torch
 
 from fusedops._frame.check import flag, no_overlap, of_shape
 from fusedops.compat import causal_conv1d
-from fusedops.compat._paged import convolved, decoded, named, need_number, need_writable, unpadded
-from fusedops.compat.causal_conv1d import need_floats, need_integers, need_tensor
+from fusedops.compat._paged import convolved, decoded, named, need_writable
+from fusedops.compat.causal_conv1d import (
+    need_floats,
+    need_integers,
+    need_number,
+    need_tensor,
+    unpadded,
+)
 from fusedops.conv import Activation
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
