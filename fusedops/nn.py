@@ -16,7 +16,16 @@ import torch
 import fusedops._frame.bridge  # noqa: F401
 from fusedops._frame.arrays import wide
 from fusedops._frame.bridge.modes import watched
-from fusedops._frame.check import at_least_one, holds, of_shape, one_of, size, traced
+from fusedops._frame.check import (
+    at_least_one,
+    holds,
+    no_overlap,
+    of_shape,
+    one_of,
+    size,
+    traced,
+    writable,
+)
 from fusedops._frame.registry import BACKENDS, BackendName
 from fusedops._layers import (
     check_callable,
@@ -180,6 +189,21 @@ def num_sequences(x: torch.Tensor, cu_seqlens: Any) -> int | str:
         return cu_seqlens.num_sequences
     row = isinstance(cu_seqlens, (list, tuple)) or getattr(cu_seqlens, "ndim", 0) == 1
     return len(cu_seqlens) - 1 if row else "S"
+
+
+def check_update(op: str, name: str, cache: torch.Tensor, copied: bool = True) -> None:
+    """Raise, before any cache changes, unless torch or, if nothing is `copied`, a kernel can.
+
+    A kernel writes to a tensor of inference mode too.
+    """
+    no_overlap(op, name, cache)
+    if copied:
+        writable(op, name, cache)
+    if cache.is_leaf and watched((cache,)):
+        raise RuntimeError(
+            f"{op}: {name} is a leaf Variable that requires grad; it should be a clone, to be "
+            "written to"
+        )
 
 
 class DynamicShortConvolution(torch.nn.Module):
@@ -407,7 +431,7 @@ class DynamicShortConvolution(torch.nn.Module):
         TypeError, ValueError
             If an argument has the wrong dtype, shape or device; the message names it.
         RuntimeError
-            Raised by torch if the generator's input has another dtype than its parameters, or if
+            Raised by torch if the generator's input has another dtype than its parameters; or if
             the cache to be updated is a leaf that requires grad.
         BackendUnavailable
             If the module's backend can't serve the call.
@@ -458,14 +482,17 @@ class DynamicShortConvolution(torch.nn.Module):
         update = output_final_state or decoding
         whole = cache is None and cu_seqlens is None and x.itemsize == 2
         given = self._given(generator_input, decoding, whole)
-        if watched((x, *given, cache)):
-            # The backward reads the cache as it was before the update, and can't save a tensor
-            # that was made in inference mode.
-            state = None if cache is None else cache.clone()
-        elif cache is not None and decoding:
+        recorded = watched((x, *given, cache))
+        if cache is not None and decoding and not recorded:
             (kernels,) = given
             y = dynamic_conv_step(x, cache, kernels, activation=activation, backend=backend)
             return y, cache
+        if cache is not None and update:
+            check_update(name, "cache", cache)
+        if cache is not None and recorded:
+            # The backward reads the cache as it was before the update, and can't save a tensor
+            # that was made in inference mode.
+            state = cache.clone()
         convolve: Any = dynamic_conv if len(given) == 1 else dynamic_conv_generated
         result = convolve(
             x,
@@ -775,8 +802,8 @@ class JetBlock(torch.nn.Module):
         TypeError, ValueError
             If an argument has the wrong dtype, shape or device; the message names it.
         RuntimeError
-            Raised by torch if x has another dtype than the parameters, or if a tensor of the cache
-            that is to be updated is a leaf that requires grad.
+            Raised by torch if x has another dtype than the parameters; or if a tensor of the cache
+            that is to be updated is a leaf that requires grad. No cache has changed then.
         BackendUnavailable
             If the module's backend can't serve the call.
 
@@ -826,7 +853,9 @@ class JetBlock(torch.nn.Module):
         cu_seqlens: Any,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
         """Return the attention of tokens, and the cache, updated or as it was."""
-        inputs, state = (None, None) if cache is None else self._states(x, cache, cu_seqlens)
+        inputs, state = None, None
+        if cache is not None:
+            inputs, state = self._states(x, cache, cu_seqlens, update)
         heads = self.num_heads, -1
         silu = torch.nn.functional.silu
         q, k = (
@@ -859,7 +888,7 @@ class JetBlock(torch.nn.Module):
         y = self.o_proj(o.flatten(-2))
         return y, None if state is None else (inputs, state)
 
-    def _states(self, x: torch.Tensor, cache: Any, cu_seqlens: Any) -> Any:
+    def _states(self, x: torch.Tensor, cache: Any, cu_seqlens: Any, update: bool) -> Any:
         """Return the two tensors of a cache. Raises unless they fit, before one is updated."""
         name = "JetBlock"
         pair = isinstance(cache, tuple | list) and len(cache) == 2
@@ -872,6 +901,12 @@ class JetBlock(torch.nn.Module):
             name, "cache[1]", cache[1], (count, self.num_heads, self.head_k_dim, self.head_v_dim)
         )
         holds(name, "cache[1]", cache[1], x, "hidden_states")
+        if update:
+            copied = x.shape[1] != 1 or cu_seqlens is not None
+            if torch.is_grad_enabled():
+                copied = copied or watched((x, *cache, *self.parameters()))
+            for at, each in enumerate(cache):
+                check_update(name, f"cache[{at}]", each, copied)
         return cache
 
     def extra_repr(self) -> str:

@@ -421,6 +421,29 @@ def test_a_bad_step_leaves_the_cache(kind, grad):
     assert all((t == 1).all() for t in cache)
 
 
+@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize("way", ["overlapping", "leaf", "inference"])
+def test_a_cache_that_cannot_be_written_to_changes_nothing(kind, grad, count, way):
+    """Of a block's two tensors the first is as it was if the second can't be updated."""
+    if not grad and (way == "leaf" or (way, count) == ("inference", 1)):
+        pytest.skip("a kernel writes to such a tensor")
+    cache = kind.cache(dtype=torch.float32)
+    last, error, message = cache[-1], ValueError, "overlaps itself; it should"
+    if way == "overlapping":
+        last = last[:1].expand_as(last)
+    elif way == "leaf":
+        last, error, message = last.clone().requires_grad_(), RuntimeError, "leaf Variable that req"
+    else:
+        message = "was made in inference mode; it should be a clone"
+        with torch.inference_mode():
+            last = last.clone()
+    given, module = (*cache[:-1], last), kind.make(torch.float32)
+    before = [t.detach().clone() for t in given]
+    with torch.set_grad_enabled(grad), pytest.raises(error, match=f"(cache|state).* {message}"):
+        call(module, X[:, :count], cache=given, output_final_state=True)
+    assert all(map(torch.equal, given, before))
+
+
 # The convolution alone.
 
 

@@ -385,6 +385,15 @@ def test_a_decoding_step_has_gradients(convolution):
         same_gradients([found], [want], leaves)
 
 
+def test_a_step_with_gradients_refuses_a_cache_of_inference_mode_unchanged(convolution):
+    with torch.inference_mode():
+        cache = random(2, 8, 4)
+    before = cache.clone()
+    with pytest.raises(ValueError, match="ShortConvolution: cache was made in inference mode; it"):
+        convolution[0](random(2, 1, 8), cache=cache)
+    assert torch.equal(cache, before)
+
+
 def test_an_updated_cache_passes_no_gradient_to_the_old_one(convolution):
     module, _, _ = convolution
     x, old = random(2, 2, 8), random(2, 8, 4).requires_grad_()

@@ -233,6 +233,18 @@ def no_overlap(op: str, name: str, array: Any) -> None:
             extent = stride * size
 
 
+def writable(op: str, name: str, tensor: Any) -> None:
+    """Raise ValueError for a tensor of inference mode outside of it.
+
+    Torch would write to it, and only then refuse to.
+    """
+    if traced():
+        return
+    if tensor.is_inference() and not sys.modules["torch"].is_inference_mode_enabled():
+        was, should = "was made in inference mode", "be a clone, to be written to"
+        refuse(ValueError, op, name, was, should)
+
+
 def alike(op: str, name: str, value: Any, other: str, like: Any) -> None:
     """Raise unless an array is of the same framework and on the same device as another."""
     if is_tensor(value) != is_tensor(like):

@@ -34,14 +34,6 @@ def named(activation: bool | Activation | None) -> Activation | None:
     return activation
 
 
-def need_writable(op: str, name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError for a tensor of inference mode outside of it, before any state changes."""
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        raise ValueError(
-            f"{op}: {name} was made in inference mode; it should be a clone, to be written to"
-        )
-
-
 def put(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, kept: torch.Tensor) -> None:
     """Write the rows that are `kept` into their slots of a cache; the host reads no value.
 

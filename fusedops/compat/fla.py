@@ -31,7 +31,7 @@ from fusedops.compat.causal_conv1d import (
     need_tensor,
 )
 from fusedops.conv import ACTIVATIONS, Activation
-from fusedops.nn import log_gates, normalized, num_sequences
+from fusedops.nn import check_update, log_gates, normalized, num_sequences
 
 __all__ = [
     "ShortConvolution",
@@ -199,7 +199,7 @@ def causal_conv1d_update(
     TypeError, ValueError
         If an argument has the wrong dtype, shape or device; the message names it.
     RuntimeError
-        Raised by torch if the cache is a leaf that requires grad.
+        If the cache is a leaf that requires grad.
 
     Notes
     -----
@@ -239,10 +239,11 @@ def causal_conv1d_update(
         )
     tokens = x.reshape(count, len(weight))
     added = None if residual is None else residual.reshape(tokens.shape)
-    return _update(tokens, cache, added, weight, bias, activation).view(x.shape), cache
+    return _update(name, tokens, cache, added, weight, bias, activation).view(x.shape), cache
 
 
 def _update(
+    op: str,
     tokens: torch.Tensor,
     cache: torch.Tensor,
     residual: torch.Tensor | None,
@@ -255,6 +256,7 @@ def _update(
         return fusedops.dynamic_conv_step(
             tokens, cache, weight, bias=bias, residual=residual, activation=activation
         )
+    check_update(op, "cache", cache)
     # The backward reads the cache as it was before the update.
     before = cache.clone()
     y = fusedops.dynamic_conv(
@@ -499,7 +501,7 @@ class ShortConvolution(torch.nn.Conv1d):
         TypeError, ValueError
             If an argument has the wrong dtype, shape or device; the message names it.
         RuntimeError
-            Raised by torch if the cache is a leaf that requires grad.
+            If the cache is a leaf that requires grad.
 
         References
         ----------
@@ -527,7 +529,7 @@ class ShortConvolution(torch.nn.Conv1d):
         need_state(name, "cache", cache, x)
         tokens = x.reshape(count, self.hidden_size)
         added = None if residual is None else residual.reshape(tokens.shape)
-        y = _update(tokens, cache, added, weight, bias, self.activation)
+        y = _update(name, tokens, cache, added, weight, bias, self.activation)
         return y.view(x.shape), cache if output_final_state else None
 
 

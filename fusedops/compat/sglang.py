@@ -17,15 +17,9 @@ import fusedops._frame.needs_torch  # noqa: F401
 
 import torch
 
-from fusedops._frame.check import flag, of_shape, traced
+from fusedops._frame.check import flag, of_shape, traced, writable
 from fusedops.compat import causal_conv1d
-from fusedops.compat._paged import (
-    convolved,
-    decoded,
-    named,
-    need_writable,
-    put,
-)
+from fusedops.compat._paged import convolved, decoded, named, put
 from fusedops.compat.causal_conv1d import (
     need_floats,
     need_integers,
@@ -333,7 +327,7 @@ def _windows(
             f"room for {T}"
         )
     need_state(op, "intermediate_conv_window", cache, x)
-    need_writable(op, "intermediate_conv_window", cache)
+    writable(op, "intermediate_conv_window", cache)
     need_integers(op, "intermediate_state_indices", rows, (B,), x)
     if not traced() and x.is_cpu:
         check_slots(op, "intermediate_state_indices", rows, len(cache))

@@ -18,9 +18,9 @@ import fusedops._frame.needs_torch  # noqa: F401
 
 import torch
 
-from fusedops._frame.check import flag, no_overlap, of_shape
+from fusedops._frame.check import flag, no_overlap, of_shape, writable
 from fusedops.compat import causal_conv1d
-from fusedops.compat._paged import convolved, decoded, named, need_writable
+from fusedops.compat._paged import convolved, decoded, named
 from fusedops.compat.causal_conv1d import (
     need_floats,
     need_integers,
@@ -239,7 +239,7 @@ def causal_conv1d_update(
             raise TypeError(f"{op}: out has dtype {out.dtype}; it should be that of x, {x.dtype}")
         if out.requires_grad:
             raise ValueError(f"{op}: out requires grad; it should not, as the result has none")
-        need_writable(op, "out", out)
+        writable(op, "out", out)
     if written is not None:
         no_overlap(op, "x" if out is None else "out", written)
     slots = conv_state_indices
