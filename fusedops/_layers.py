@@ -18,6 +18,14 @@ WEIGHTS = torch.nn.Parameter, torch.Tensor, type(None)
 FORWARDS: dict[Any, Any] = {kind: kind.forward for kind in KINDS}
 
 
+def check_tensors(name: str, needed: str, **given: Any) -> None:
+    """Raise TypeError unless arguments are tensors, or None where they aren't the `needed` one."""
+    for argument, value in given.items():
+        if not isinstance(value, torch.Tensor) and (value is not None or argument == needed):
+            was = "None" if value is None else f"a {type(value).__name__}"
+            raise TypeError(f"{name}: {argument} is {was}; it should be a tensor")
+
+
 def has_hooks(module: Any) -> bool:
     """Return whether a call of a module is more than the ``forward`` of its class."""
     own = module.__dict__

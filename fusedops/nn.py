@@ -30,6 +30,7 @@ from fusedops._frame.registry import BACKENDS, BackendName
 from fusedops._layers import (
     check_callable,
     check_container,
+    check_tensors,
     has_hooks,
     is_plain,
     is_plain_norm,
@@ -459,10 +460,7 @@ class DynamicShortConvolution(torch.nn.Module):
         [[[1.0, 1.0]]]
         """
         name = "DynamicShortConvolution"
-        for argument, value in (("x", x), ("mask", mask), ("cache", cache)):
-            if value is not None and not isinstance(value, torch.Tensor):
-                kind = type(value).__name__
-                raise TypeError(f"{name}: {argument} is a {kind}; it should be a tensor")
+        check_tensors(name, "x", x=x, mask=mask, cache=cache, generator_input=generator_input)
         of_shape(name, "x", x, ("B", "T", self.hidden_size))
         tokens = tuple(x.shape[:2])
         if mask is not None:
@@ -826,10 +824,7 @@ class JetBlock(torch.nn.Module):
         True
         """
         name = "JetBlock"
-        for argument, value in (("hidden_states", hidden_states), ("mask", mask)):
-            if value is not None and not isinstance(value, torch.Tensor):
-                kind = type(value).__name__
-                raise TypeError(f"{name}: {argument} is a {kind}; it should be a tensor")
+        check_tensors(name, "hidden_states", hidden_states=hidden_states, mask=mask)
         of_shape(name, "hidden_states", hidden_states, ("B", "T", self.hidden_size))
         tokens = tuple(hidden_states.shape[:2])
         decoding = cache is not None and cu_seqlens is None and tokens[1] == 1
@@ -1081,6 +1076,7 @@ class SO2Convolution(torch.nn.Module):
         >>> SO2Convolution(8, 4, lmax=2, mmax=2)(torch.randn(5, 9, 8)).shape
         torch.Size([5, 9, 4])
         """
+        check_tensors("SO2Convolution", "x", x=x, x_edge=x_edge)
         if self.rad_func is not None:
             check_container("SO2Convolution", "rad_func", self.rad_func)
             network: Any = self.rad_func["net"]
@@ -1088,9 +1084,6 @@ class SO2Convolution(torch.nn.Module):
                 raise TypeError(
                     "SO2Convolution: x_edge is None; it should be given, as the module has rad_func"
                 )
-            if not isinstance(x_edge, torch.Tensor):
-                kind = type(x_edge).__name__
-                raise TypeError(f"SO2Convolution: x_edge is a {kind}; it should be a tensor")
             of_shape("SO2Convolution", "x_edge", x_edge, (len(x), network[0].in_features))
             with linear_products(x_edge, self.backend):
                 x_edge = network(x_edge)
@@ -1504,10 +1497,7 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
         torch.Size([5, 5, 8])
         """
         name = "TriangleMultiplicativeUpdate"
-        for argument, value in (("x", x), ("mask", mask)):
-            if value is not None and not isinstance(value, torch.Tensor):
-                kind = type(value).__name__
-                raise TypeError(f"{name}: {argument} is a {kind}; it should be a tensor")
+        check_tensors(name, "x", x=x, mask=mask)
         if x.ndim < 3 or x.shape[-3] != x.shape[-2] or x.shape[-1] != self.c_z:
             raise ValueError(
                 f"{name}: x has shape {tuple(x.shape)}; it should be (..., N, N, {self.c_z})"

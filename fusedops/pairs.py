@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fusedops._frame import registry
 from fusedops._frame.check import at_least_one, is_dtensor, one_of
-from fusedops._layers import check_container, is_plain
+from fusedops._layers import check_container, check_tensors, is_plain
 from fusedops._products import linear_products
 from fusedops._swaps import serves
 from fusedops.attention import triangle_attention
@@ -49,13 +49,6 @@ def lecun_normal(weight: torch.Tensor) -> None:
     # Truncation at two standard deviations leaves 0.88 of a normal distribution's.
     deviation = weight.shape[1] ** -0.5 / 0.87962566103423978
     torch.nn.init.trunc_normal_(weight, std=deviation, a=-2 * deviation, b=2 * deviation)
-
-
-def _check_tensors(name: str, **given: Any) -> None:
-    for argument, value in given.items():
-        if value is not None and not isinstance(value, torch.Tensor):
-            kind = type(value).__name__
-            raise TypeError(f"{name}: {argument} is a {kind}; it should be a tensor")
 
 
 def expanded(
@@ -237,7 +230,7 @@ class PairTransition(torch.nn.Module):
         >>> PairTransition(8, 16, 3)(torch.randn(2, 5, 5, 8)).shape
         torch.Size([2, 5, 5, 3])
         """
-        _check_tensors("PairTransition", x=x)
+        check_tensors("PairTransition", "x", x=x)
         at_least_one("PairTransition", chunk_size=chunk_size)
         if x.ndim < 1 or x.shape[-1] != self.dim:
             raise ValueError(
@@ -547,7 +540,7 @@ class TriangleAttention(torch.nn.Module):
         torch.Size([5, 5, 8])
         """
         name = "TriangleAttention"
-        _check_tensors(name, x=x, mask=mask)
+        check_tensors(name, "x", x=x, mask=mask)
         at_least_one(name, chunk_size=chunk_size)
         if x.ndim < 3 or x.shape[-3] != x.shape[-2] or x.shape[-1] != self.c_in:
             raise ValueError(

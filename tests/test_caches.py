@@ -354,6 +354,10 @@ WRONG = [
             (given(kind, X[0]), r"(x|hidden_states) has shape \(9, 6\); it should be \(B, T, 6\)"),
             (given(kind, X[..., :5]), r"(x|hidden_states) has shape \(2, 9, 5\)"),
             (given(kind, X.numpy()), "(x|hidden_states) is a ndarray; it should be a tensor"),
+            (
+                given(kind, None),
+                f"{module.__name__}: (x|hidden_states) is None; it should be a ten",
+            ),
             (given(kind, mask=torch.ones(2, 8)), r"mask has shape \(2, 8\); .* \(2, 9\)"),
             (given(kind, mask=torch.ones(9)), r"mask has shape \(9,\)"),
             (given(kind, mask=[[1], [1]]), "mask is a list; it should be a tensor"),
@@ -378,6 +382,7 @@ WRONG = [
     (given(CONV, cache=torch.ones(2, C, W).half()), "cache has dtype float16"),
     (given(CONV, cache=np.zeros((2, C, W), "f4")), "cache is a ndarray; it should be a tensor"),
     (given(CONV, generator_input=torch.ones(2, 1, C)), "generator_input has shape"),
+    (given(CONV, generator_input=[1.0]), "generator_input is a list; it should be a tensor"),
     (
         given(CONV, X[:1], cu_seqlens=torch.tensor([0, 4, 9]), cache=torch.ones(1, C, W)),
         r"cache has shape \(1, 6, 3\)",

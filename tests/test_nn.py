@@ -40,6 +40,7 @@ def updated(*given):
         (updated(Z, torch.ones(2, 4)), r"mask has shape \(2, 4\); it should broadcast to \(2, 4"),
         (updated(Z, [1]), "mask is a list; it should be a tensor"),
         (updated(Z.numpy()), "x is a ndarray; it should be a tensor"),
+        (updated(None), "x is None; it should be a tensor"),
     ],
 )
 def test_wrong_arguments_are_named(call, message):

@@ -416,6 +416,8 @@ def test_no_edges():
         (lambda: TriangleAttention(4)(torch.zeros(5, 5, 4), chunk_size=0), "chunk_size is 0; it"),
         (lambda: PairTransition(4)(torch.zeros(3)), r"x has shape \(3,\); it should be"),
         (lambda: PairTransition(4)([1]), "x is a list; it should be a tensor"),
+        (lambda: PairTransition(4)(None), "PairTransition: x is None; it should be a tensor"),
+        (lambda: TriangleAttention(4)(None), "TriangleAttention: x is None; it should be a tensor"),
         (
             lambda: TriangleAttention(4)(torch.zeros(5, 5, 4), [1]),
             "mask is a list; it should be a tensor",
