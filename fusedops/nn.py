@@ -1077,6 +1077,9 @@ class SO2Convolution(torch.nn.Module):
         torch.Size([5, 9, 4])
         """
         check_tensors("SO2Convolution", "x", x=x, x_edge=x_edge)
+        # Without orders above 0 the op takes any rows and channels of the same product.
+        shape = "E", message_rows(self.lmax, self.mmax), self.sphere_channels
+        of_shape("SO2Convolution", "x", x, shape)
         if self.rad_func is not None:
             check_container("SO2Convolution", "rad_func", self.rad_func)
             network: Any = self.rad_func["net"]
@@ -1113,7 +1116,6 @@ class SO2Convolution(torch.nn.Module):
     def _by_layers(self, x: torch.Tensor, radial: torch.Tensor | None, layers: Any) -> Any:
         """Return the convolution of messages, and the gates, by calls of the layers."""
         rows = message_rows(self.lmax, self.mmax)
-        of_shape("SO2Convolution", "x", x, ("E", rows, self.sphere_channels))
         if radial is not None:
             numbers = orders(self.lmax, self.mmax)[-1][1].stop * self.sphere_channels
             of_shape("SO2Convolution", "x_edge", radial, (len(x), numbers))

@@ -466,6 +466,11 @@ def test_layers_on_a_gpu_that_are_traced_for_any_number_of_rows():
         ({"backend": "fast"}, "backend is 'fast'; it should be one of"),
         ({"precision": "fp8"}, "precision is 'fp8'; it should be"),
         ({"extra_m0_output_channels": -3}, "extra_m0_output_channels is -3; it should be at least"),
+        ({"x": np.ones((5, 7, 2))}, r"x has shape \(5, 7, 2\); it should be \(E, 7, 3\)"),
+        (
+            {"x": np.ones((5, 1, 9)), "mmax": 0},
+            r"x has shape \(5, 1, 9\); it should be \(E, 3, 3\)",
+        ),
         ({"x_edge": None}, "x_edge is None; it should be given"),
         ({"x_edge": np.ones((5, 3))}, r"x_edge has shape \(5, 3\); it should be \(5, 6\)"),
         ({"x_edge": np.ones((4, 6))}, r"x_edge has shape \(4, 6\); it should be \(5, 6\)"),
@@ -475,7 +480,11 @@ def test_bad_arguments_of_a_module(given, message):
     from fusedops.nn import SO2Convolution
 
     right = {"sphere_channels": 3, "m_output_channels": 2, "lmax": 2, "mmax": 1}
+    given = dict(given)
     call = partial(SO2Convolution, **{**right, **given})
+    if "x" in given:
+        x = torch.from_numpy(given.pop("x")).float()
+        call = partial(SO2Convolution(**{**right, **given}), x)
     if "x_edge" in given:
         module = SO2Convolution(**right, internal_weights=False, edge_channels_list=[6, 5])
         x_edge = None if given["x_edge"] is None else torch.from_numpy(given["x_edge"])
