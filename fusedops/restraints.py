@@ -6,6 +6,7 @@ import io
 import math
 import os
 import re
+import string
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ _BOND_SIGMA, _ANGLE_SIGMA, _FLAT = 0.02, 2.0, 1.0
 _CONTACT_SIGMA, _HYDROGEN_BOND = 0.3, 2.85
 # The farthest contact, Å: beyond it a list would fill the memory.
 _FARTHEST_CONTACT = 50.0
+# Labels of alternatives, in the order in which programs take them.
+_LABELS = string.ascii_uppercase + string.digits + string.ascii_lowercase
 # gemmi's distance of an atom from its image, Å, below which it lies on a special position.
 _SPECIAL = 0.8
 
@@ -299,7 +302,7 @@ def read_geometry(folder: str | os.PathLike, structure: Structure) -> ModelGeome
     gemmi = _gemmi()
     check_structure("read_geometry", structure)
     library = _library("read_geometry", folder)
-    model = structure.gemmi.clone()
+    model = _labelled(structure)
     while len(model) > 1:
         del model[len(model) - 1]
     residues = [residue for chain in model[0] for residue in chain]
@@ -488,7 +491,7 @@ def derive_geometry(structure: Structure) -> ModelGeometry:
     """
     check_structure("derive_geometry", structure)
     _check_axes(structure)
-    copy, xyz = _numbered(structure), structure.xyz
+    copy, xyz = _labelled(structure), structure.xyz
     residues = [residue for chain in copy[0] for residue in chain]
     listed = [atom for residue in residues for atom in residue]
     atoms = sorted(listed, key=lambda atom: atom.serial)
@@ -533,6 +536,25 @@ def derive_geometry(structure: Structure) -> ModelGeometry:
         first = f"{loose[0]} and others" if len(loose) > 1 else loose[0]
         warnings.append(f"{len(loose)} atoms without bonds have no restraints: {first}")
     return ModelGeometry(columns, skipped, [], Counter(), warnings)
+
+
+def _labelled(structure: Structure, xyz: np.ndarray | None = None) -> Any:
+    """Return a numbered copy of gemmi's object, in which every alternative of an atom has a label.
+
+    Some programs leave the main one's blank, as if the atom were common to all.
+    """
+    copy = _numbered(structure, xyz)
+    for chain in copy[0]:
+        for residue in chain:
+            used = {_alt(atom) for atom in residue}
+            if len(used) == 1:
+                continue
+            several = {atom.name for atom in residue if atom.has_altloc()}
+            main = next(label for label in _LABELS if label not in used)
+            for atom in residue:
+                if atom.name in several and not atom.has_altloc():
+                    atom.altloc = main
+    return copy
 
 
 def _check_axes(structure: Structure) -> None:
@@ -704,7 +726,7 @@ def find_contacts(
         refuse(ValueError, op, "within", f"is {within!r}", should)
     bonds = np.concatenate([bonds, _unlisted_bonds(structure, bonds)])
     order = structure._order.tolist()
-    copy = _numbered(structure, xyz)
+    copy = _labelled(structure, xyz)
     model, cell = copy[0], copy.cell
     atoms = [atom for chain in model for residue in chain for atom in residue]
     search = gemmi.NeighborSearch(model, cell, within).populate(include_h=False)
@@ -754,7 +776,7 @@ def find_contacts(
 
 def _unlisted_bonds(structure: Structure, bonds: np.ndarray) -> np.ndarray:
     """Return the bonds, by distance, of atoms that have none, and aren't a residue's only one."""
-    copy = _numbered(structure)
+    copy = _labelled(structure)
     several, lone = np.zeros((2, len(structure.xyz)), bool)
     for chain in copy[0]:
         for residue in chain:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fusedops
-from fusedops.restraints import derive_geometry
+from fusedops.restraints import derive_geometry, find_contacts
 from structures import pdb
 
 pytest.importorskip("gemmi")
@@ -69,6 +69,17 @@ def test_alternatives_share_atoms_but_no_restraint(load):
         *("C1 C2.A", "C1 C2.B", "C2.A O3.A", "C2.B O3.B")
     }
     assert set(rows(found.columns["angles"], structure)) == {"C1 C2.A O3.A", "C1 C2.B O3.B"}
+
+
+def test_a_main_alternative_without_a_label(load):
+    """Its atoms aren't common to all, and only those without another are."""
+    structure = load(pdb("LIG 1 C1 0 0 0 C2 1.5 0 0 C2.B 1.4 0.6 0 O3 1.5 1.4 0 O3.B 1 1.8 0"))
+    found = derive_geometry(structure)
+    bonds = found.columns["bonds"]
+    assert set(rows(bonds, structure)) == {"C1 C2", "C1 C2.B", "C2 O3", "C2.B O3.B"}
+    assert set(rows(found.columns["angles"], structure)) == {"C1 C2 O3", "C1 C2.B O3.B"}
+    near = find_contacts(structure, bonds["indices"])["indices"].tolist()
+    assert not near
 
 
 def test_no_atom_is_lost_unsaid(load):

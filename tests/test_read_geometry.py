@@ -151,6 +151,20 @@ def test_alternatives_and_atoms_of_no_occupancy(load, library):
     assert len(bonds) == 5
 
 
+def test_a_main_alternative_without_a_label(load, library):
+    """Its restraints are of its own atoms and of common ones."""
+    text = pdb("ALA 1 N CA C C.B 1.1 0.3 0.2 O CB 1.6 -1.4 0.5 CB.B 1.7 -1.5 0.6")
+    structure = load(text)
+    angles = [
+        row[0] for row in rows(read_geometry(library(), structure).columns["angles"], structure)
+    ]
+    around = [set(angle.split()) & {"C", "C.B", "CB", "CB.B"} for angle in angles]
+    assert {"C", "CB"} in around
+    assert {"C.B", "CB.B"} in around
+    assert {"C", "CB.B"} not in around
+    assert {"C.B", "CB"} not in around
+
+
 def test_residues_at_one_place_lack_no_atom_that_they_share(load, library):
     first = "ALA 1 N CA C O CB.A 1.6 -1.4 0.5"
     structure = load(pdb(first, "PRO 1 CB.B -2.2 -1.4 0.6", "PRO 2 N CA C"))
