@@ -482,6 +482,33 @@ def test_a_force_step_sees_new_weights(uncaptured):
     assert_close(copied(data.clone()).values(), ours(data.clone()).values(), 1e-10)
 
 
+def test_edges_that_fairchem_adds_are_no_pairs(uncaptured, monkeypatch):
+    """Before fairchem 2.22 such edges fill a chunk, in front of the others."""
+    ours = Forces(*model("umas_fast_pytorch", regress_stress=True))
+    find = escn_md.eSCNMDBackbone._generate_graph
+
+    def filled(self, data):
+        found = find(self, data)
+        ends, vector = (
+            torch.zeros(2, 5).to(found["edge_index"]),
+            torch.full((5, 3), 1 + self.cutoff),
+        )
+        parts = {"edge_index": ends, "edge_distance": vector.norm(dim=1)}
+        parts["edge_distance_vec"] = vector
+        for name, part in parts.items():
+            whole = found[name]
+            found[name] = torch.cat([part.to(whole), whole], dim=int(name == "edge_index"))
+        data["scatter_target"] = found["edge_index"][1]
+        return found
+
+    monkeypatch.setattr(escn_md.eSCNMDBackbone, "_generate_graph", filled)
+    step, data = uma.ForceStep(ours), systems(1)
+    for _ in range(3):
+        stepped(step, data, 1e-10)
+        moved(data, "pos")
+    assert step._captured is not None
+
+
 @pytest.mark.parametrize("what", ["pbc", "natoms"])
 def test_a_force_step_finds_pairs_of_another_box(uncaptured, what):
     step = uma.ForceStep(Forces(*model("umas_fast_pytorch", regress_stress=True)))

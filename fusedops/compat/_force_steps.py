@@ -284,8 +284,9 @@ class _Captured:
         with torch.no_grad(), _replaced(backbone, cutoff=wide, max_neighbors=_ALL):
             found = backbone._generate_graph(copied(data))
         offsets = found["cell_offsets"]
-        # Atoms without neighbours get an edge without an offset.
-        return found["edge_index"][:, : len(offsets)], offsets.to(data["pos"])
+        # Edges that fairchem adds, to none or to fill a chunk, come first and have no offset.
+        added = found["edge_index"].shape[1] - len(offsets)
+        return found["edge_index"][:, added:], offsets.to(data["pos"])
 
     def _keep(self, data: Any, pairs: Any, offsets: Any) -> bool:
         """Write pairs into the graph's arrays, if they have the room."""
