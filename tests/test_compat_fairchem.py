@@ -509,6 +509,26 @@ def test_edges_that_fairchem_adds_are_no_pairs(uncaptured, monkeypatch):
     assert step._captured is not None
 
 
+def test_positions_that_are_no_numbers(uncaptured):
+    """The model has no energy, whether or not the atom is in a place without an edge."""
+    ours = Forces(*model("umas_fast_pytorch", regress_stress=True))
+    one = systems(1)
+    data = atomicdata_list_to_batch([one.get_example(0)] * 64)
+    found = ours.backbone._generate_graph(_force_steps.copied(data))
+    ours.backbone.otf_graph = False
+    data["edge_index"], data["cell_offsets"] = found["edge_index"], found["cell_offsets"]
+    data["nedges"] = found["neighbors"]
+    step = uma.ForceStep(ours)
+    for _ in range(2):
+        step(data.clone())
+    own = data["pos"].clone()
+    for bad in (float("nan"), float("inf")):
+        for atom in range(196, 220, 8):
+            data["pos"] = own.clone()
+            data["pos"][atom, 0] = bad
+            assert step(data.clone())["energy"][atom // 4].isnan()
+
+
 @pytest.mark.parametrize("what", ["pbc", "natoms"])
 def test_a_force_step_finds_pairs_of_another_box(uncaptured, what):
     step = uma.ForceStep(Forces(*model("umas_fast_pytorch", regress_stress=True)))

@@ -251,7 +251,7 @@ class _Captured:
         self.origin = {name: self.data[name].clone() for name in ("pos", "cell", *SYSTEMS)}
         pairs, offsets = self._pairs(data)
         vectors = _vectors(pos, cell, self.data["batch"], pairs[0], pairs[1], offsets)
-        edges = int((vectors.square().sum(1) < self.backbone.cutoff**2).sum())
+        edges = int(_is_inside(vectors, self.backbone.cutoff).sum())
         #: Places of edges, and of pairs.
         self.space = edges + edges // 64 + 128
         room = pairs.shape[1] + pairs.shape[1] // 16 + 1024
@@ -358,7 +358,7 @@ class _Captured:
         cutoff, space = self.backbone.cutoff, self.space
         with torch.no_grad():
             vectors = _vectors(pos, cell, batch, self.pairs[0], self.pairs[1], self.offsets)
-            inside = self.is_pair & (vectors.square().sum(1) < cutoff**2)
+            inside = self.is_pair & _is_inside(vectors, cutoff)
             count = inside.cumsum(0)
             # Pairs without a place share the last place, which is cut off.
             at = torch.where(inside, (count - 1).clamp(max=space), space)
@@ -395,6 +395,12 @@ def _inverse(cell: Any) -> Any:
     columns = [torch.linalg.cross(*pair) for pair in ((b, c), (c, a), (a, b))]
     volume = (a * columns[0]).sum(1)
     return torch.stack(columns, 2) / volume[:, None, None]
+
+
+def _is_inside(vectors: Any, cutoff: float) -> Any:
+    """Return whether vectors are within the cutoff, or not finite: the model tells of these."""
+    square = vectors.square().sum(1)
+    return ~((square >= cutoff**2) & square.isfinite())
 
 
 def _vectors(pos: Any, cell: Any, batch: Any, source: Any, target: Any, offsets: Any) -> Any:
