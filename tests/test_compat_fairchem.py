@@ -482,6 +482,41 @@ def test_a_force_step_sees_new_weights(uncaptured):
     assert_close(copied(data.clone()).values(), ours(data.clone()).values(), 1e-10)
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_atoms_on_each_other_part(uncaptured, version):
+    """Within the skin, so that pairs aren't found anew."""
+    step = uma.ForceStep(Forces(*model("umas_fast_pytorch", regress_stress=True)))
+    step.model.backbone.radius_pbc_version = version
+    data, calls = systems(1), []
+    own = data["pos"].clone()
+    for apart in (0, 0, 0.25, 0.1, 0.005, 0, 0.3):
+        data["pos"] = own.clone()
+        data["pos"][1] = own[0] + torch.tensor([0, apart, 0])
+        calls.append(stepped(step, data, 1e-10))
+    # The model serves atoms that are close.
+    assert calls == [1, 2, 1, 1, 2, 2, 1]
+
+
+def test_positions_that_are_no_numbers(uncaptured):
+    """The model has no energy, whether or not the atom is in a place without an edge."""
+    ours = Forces(*model("umas_fast_pytorch", regress_stress=True))
+    one = systems(1)
+    data = atomicdata_list_to_batch([one.get_example(0)] * 64)
+    found = ours.backbone._generate_graph(_force_steps.copied(data))
+    ours.backbone.otf_graph = False
+    data["edge_index"], data["cell_offsets"] = found["edge_index"], found["cell_offsets"]
+    data["nedges"] = found["neighbors"]
+    step = uma.ForceStep(ours)
+    for _ in range(2):
+        step(data.clone())
+    own = data["pos"].clone()
+    for bad in (float("nan"), float("inf")):
+        for atom in range(196, 220, 8):
+            data["pos"] = own.clone()
+            data["pos"][atom, 0] = bad
+            assert step(data.clone())["energy"][atom // 4].isnan()
+
+
 def test_edges_that_fairchem_adds_are_no_pairs(uncaptured, monkeypatch):
     """Before fairchem 2.22 such edges fill a chunk, in front of the others."""
     ours = Forces(*model("umas_fast_pytorch", regress_stress=True))
@@ -507,26 +542,6 @@ def test_edges_that_fairchem_adds_are_no_pairs(uncaptured, monkeypatch):
         stepped(step, data, 1e-10)
         moved(data, "pos")
     assert step._captured is not None
-
-
-def test_positions_that_are_no_numbers(uncaptured):
-    """The model has no energy, whether or not the atom is in a place without an edge."""
-    ours = Forces(*model("umas_fast_pytorch", regress_stress=True))
-    one = systems(1)
-    data = atomicdata_list_to_batch([one.get_example(0)] * 64)
-    found = ours.backbone._generate_graph(_force_steps.copied(data))
-    ours.backbone.otf_graph = False
-    data["edge_index"], data["cell_offsets"] = found["edge_index"], found["cell_offsets"]
-    data["nedges"] = found["neighbors"]
-    step = uma.ForceStep(ours)
-    for _ in range(2):
-        step(data.clone())
-    own = data["pos"].clone()
-    for bad in (float("nan"), float("inf")):
-        for atom in range(196, 220, 8):
-            data["pos"] = own.clone()
-            data["pos"][atom, 0] = bad
-            assert step(data.clone())["energy"][atom // 4].isnan()
 
 
 @pytest.mark.parametrize("what", ["pbc", "natoms"])

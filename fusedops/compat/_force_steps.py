@@ -33,6 +33,10 @@ SYSTEMS = "pbc", "batch", "natoms"
 
 #: More neighbours than an atom has.
 _ALL = 1 << 20
+#: Å. Closer atoms may have no edge: fairchem's versions of graphs differ.
+_CLOSE = 0.01
+#: Å. Atoms are moved by up to this along each axis before pairs are found.
+_APART = 0.05
 
 
 class ForceStep(torch.nn.Module):
@@ -43,8 +47,8 @@ class ForceStep(torch.nn.Module):
     the GPU's kernels alone. It gives the model's results, without gradients, and is served where
     the model would give forces without gradients too: for tensors on a GPU, in evaluation, with
     frozen weights, without Hessians, activation checkpointing and a mixture of experts that isn't
-    merged. All else, such as an atom with more neighbours than fairchem keeps, is served by the
-    model itself.
+    merged. All else, such as an atom with more neighbours than fairchem keeps, or within 0.01 Å of
+    another, is served by the model itself.
 
     Parameters
     ----------
@@ -280,13 +284,18 @@ class _Captured:
         backbone = self.backbone
         if not backbone.otf_graph:
             return data["edge_index"], data["cell_offsets"].to(data["pos"])
-        wide = backbone.cutoff + self.skin
+        wide, pos = backbone.cutoff + self.skin + 2 * _APART, data["pos"].detach()
+        # fairchem leaves out atoms that lie on each other, which may part within the skin.
+        numbers = torch.Generator(pos.device).manual_seed(0)
+        moves = torch.rand(pos.shape, generator=numbers, dtype=pos.dtype, device=pos.device)
+        parted = copied(data)
+        parted["pos"] = pos + _APART * moves
         with torch.no_grad(), _replaced(backbone, cutoff=wide, max_neighbors=_ALL):
-            found = backbone._generate_graph(copied(data))
+            found = backbone._generate_graph(parted)
         offsets = found["cell_offsets"]
         # Edges that fairchem adds, to none or to fill a chunk, come first and have no offset.
         added = found["edge_index"].shape[1] - len(offsets)
-        return found["edge_index"][:, added:], offsets.to(data["pos"])
+        return found["edge_index"][:, added:], offsets.to(pos)
 
     def _keep(self, data: Any, pairs: Any, offsets: Any) -> bool:
         """Write pairs into the graph's arrays, if they have the room."""
@@ -310,16 +319,16 @@ class _Captured:
             if given and not self._keep(data, *self._pairs(data)):
                 return None
             self.run()
-            edges, most, nearer, other = self.report.tolist()
+            edges, most, nearer, other, close = self.report.tolist()
             # A distance may be NaN.
             if not given and (other or not nearer <= self.skin):
                 if not self._keep(data, *self._pairs(data)):
                     return None
                 self.run()
-                edges, most, _, _ = self.report.tolist()
+                edges, most, _, _, close = self.report.tolist()
         if edges > self.space:
             return None
-        serves = given or most <= self.backbone.max_neighbors
+        serves = given or (most <= self.backbone.max_neighbors and not close)
         return _Found(tree_map_only(torch.Tensor, torch.clone, self.outputs), serves)
 
     def _evaluate(self) -> None:
@@ -374,6 +383,7 @@ class _Captured:
                 degrees.max(),
                 self._nearer(pos, cell, batch),
                 torch.stack(others).any(),
+                (self.is_pair & (vectors.square().sum(1) <= _CLOSE**2)).any(),
             )
             self.report = torch.stack([number.double() for number in numbers])
         vectors = _vectors(pos, cell, batch, source, target, offsets)
