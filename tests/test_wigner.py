@@ -699,6 +699,20 @@ def test_sixteen_bits_of_a_rotation_are_rounded_once(kind, dtype):
     torch.testing.assert_close(found.double(), want, rtol=rounding, atol=1e-5)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("shape", [(4,), (3,), (3, 3)])
+def test_given_rotations_are_exported(shape, packed):
+    class Matrices(torch.nn.Module):
+        def forward(self, rotation):
+            return wigner_d_of(rotation, 3, packed=packed)
+
+    torch.manual_seed(0)
+    few, many = torch.randn(2, *shape), torch.randn(5, *shape)
+    sizes = ({0: torch.export.Dim("edges", min=2)},)
+    program = torch.export.export(Matrices(), (few,), dynamic_shapes=sizes)
+    torch.testing.assert_close(program.module()(many), wigner_d_of(many, 3, packed=packed))
+
+
 def test_a_rotation_of_another_shape_is_named():
     with pytest.raises(ValueError, match=r"wigner_d_of: rotation has shape \(2, 5\); it should be"):
         wigner_d_of(np.ones((2, 5)), 1)

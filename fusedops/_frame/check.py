@@ -131,6 +131,8 @@ def own_memory(op: str, name: str, tensor: Any) -> None:
     Tensors that torch traces, and those on the meta device, pass without: they reach no kernel.
     """
     torch = sys.modules["torch"]
+    if torch.compiler.is_compiling():
+        return
     kind = type(tensor)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         if tensor.is_quantized or tensor.is_nested:

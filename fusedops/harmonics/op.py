@@ -450,18 +450,20 @@ def wigner_d(
 
 
 @functools.lru_cache(maxsize=64)
-def _orders(lmax: int, packed: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _orders(lmax: int, packed: bool) -> tuple[list[int], list[float], list[int]]:
     """Return each row's m, as |m| and sign, and the row of -m; with `packed`, each element's."""
-    rows = np.arange((lmax + 1) ** 2)
-    l = np.sqrt(rows).astype(np.int64)
-    m = rows - l * l - l
-    other = rows - 2 * m
-    if packed:
-        first = l * (4 * l * l - 1) // 3 + (l + m) * (2 * l + 1)
-        at = [first[row] + np.arange(2 * l[row] + 1) for row in rows]
-        m = np.repeat(m, 2 * l + 1)
-        other = np.concatenate([at[row] for row in other])
-    return abs(m), np.sign(m), other
+    # Lists of Python's, since torch.compile takes NumPy's arrays for tensors.
+    orders: list[int] = []
+    signs: list[float] = []
+    others: list[int] = []
+    for l in range(lmax + 1):
+        for m in range(-l, l + 1):
+            width = 2 * l + 1 if packed else 1
+            first = l * (4 * l * l - 1) // 3 + (l - m) * width if packed else l * l + l - m
+            orders += [abs(m)] * width
+            signs += [float((m > 0) - (m < 0))] * width
+            others += range(first, first + width)
+    return orders, signs, others
 
 
 def _matrices_of(rotation: Any) -> Any:
@@ -567,8 +569,8 @@ def wigner_d_of(
         cosines.append(c * cos - s * sin)
         sines.append(s * cos + c * sin)
     m, sign, other = _orders(lmax, packed)
-    signs = namespace(D).asarray(-sign, dtype=D.dtype, **beside(D))
-    kept, mixed = xp.stack(cosines, -1)[:, m.tolist()], xp.stack(sines, -1)[:, m.tolist()] * signs
+    signs = namespace(D).asarray(sign, dtype=D.dtype, **beside(D))
+    kept, mixed = xp.stack(cosines, -1)[:, m], xp.stack(sines, -1)[:, m] * -signs
     if not packed:
         kept, mixed = kept[..., None], mixed[..., None]
-    return cast(kept * D + mixed * D[:, other.tolist()], given)
+    return cast(kept * D + mixed * D[:, other], given)
