@@ -265,19 +265,17 @@ class _Captured:
         self.place = torch.arange(self.space, device=pos.device)
         # One atom after the other, since a sum over an atom's edges is one program's.
         self.blank = torch.arange(self.space + 1, device=pos.device) % len(pos)
-        self.embedded = self._embedded(data)
         self._keep(data, pairs, offsets)
         self.outputs: Any = None
         self.report: Any = None
         graph, _ = captured(self._evaluate, pos.device, shares=False, before=2)
         self.run = graph.replay
 
-    def _embedded(self, data: Any) -> Any:
+    def _embedded(self, datasets: list[str]) -> Any:
         """Return the datasets' embedding, which fairchem looks up by a number of the host."""
-        if not self.backbone.use_dataset_embedding:
-            return None
-        with torch.no_grad():
-            return self.backbone.dataset_embedding(data["dataset"])
+        embedding = self.backbone.dataset_embedding
+        named = [embedding.dataset_mapping[dataset] for dataset in datasets]
+        return torch.stack([embedding.dataset_emb_dict[name].weight[0] for name in named])
 
     def _pairs(self, data: Any) -> tuple[Any, Any]:
         """Return the pairs of atoms up to cutoff and skin, or the edges that are given."""
@@ -338,10 +336,8 @@ class _Captured:
             data[name] = x.detach()
         with contextlib.ExitStack() as stack:
             stack.enter_context(_replaced(self.backbone, _generate_graph=self._edges))
-            if self.embedded is not None:
-                looked_up = _replaced(
-                    self.backbone.dataset_embedding, forward=lambda _: self.embedded
-                )
+            if self.backbone.use_dataset_embedding:
+                looked_up = _replaced(self.backbone.dataset_embedding, forward=self._embedded)
                 stack.enter_context(looked_up)
             self.outputs = tree_map_only(torch.Tensor, torch.detach, self.model(data))
 
