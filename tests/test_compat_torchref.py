@@ -1331,6 +1331,60 @@ class TestTorchRef:
         if k:
             assert scaler.solvent.k_solvent().item() == pytest.approx(k, rel=0.2)
 
+    # torch's own code for forward mode, which the first tangent of a process loads.
+    @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+    def test_transforms_and_tangents_of_scales(self, refinement):
+        scaler, F = refinement.scaler, refinement.get_fcalc().detach()
+        forward_ad = torch.autograd.forward_ad
+
+        def by_U(U):
+            return torch.func.functional_call(scaler, {"U": U}, (F,)).abs().square().sum()
+
+        def tangent(call, x):
+            with forward_ad.dual_level():
+                y = call(forward_ad.make_dual(x, torch.ones_like(x)))
+                return forward_ad.unpack_dual(y).tangent
+
+        def found():
+            U = scaler.U.detach()
+            with torch.no_grad():
+                several = torch.func.vmap(by_U)(torch.stack([U, U + 0.01]))
+            return [
+                several,
+                torch.func.grad(by_U)(U),
+                torch.func.hessian(by_U)(U),
+                torch.func.jvp(scaler, (F,), (F,))[1],
+                tangent(scaler, F),
+                tangent(by_U, U),
+                scaler(F).detach(),
+            ]
+
+        theirs = found()
+        compat.register()
+        for one, other in zip(found(), theirs, strict=True):
+            assert_close(one, other)
+        assert calls()["ScalerBase.forward"] > 0
+
+    @pytest.mark.parametrize("name", ["bond", "torsion", "nonbonded", "planarity", "simu"])
+    def test_transforms_of_targets(self, model, monkeypatch, name):
+        """TorchRef's own modules transform where they keep no results."""
+        combined = importlib.import_module("torchref.refinement.targets.combined")
+        monkeypatch.setattr(importlib.import_module("torchref").config.caching, "value", False)
+        of = combined.TotalADPTarget if name == "simu" else combined.TotalGeometryTarget
+        target = of(model, 0).targets()[name]
+        parameter = f"_model.{'adp' if name == 'simu' else 'xyz'}.refinable_params"
+        x = dict(target.named_parameters())[parameter].detach()
+
+        def value(x):
+            return torch.func.functional_call(target, {parameter: x}, ())
+
+        target()
+        theirs = torch.func.grad(value)(x)
+        compat.register()
+        assert_close(torch.func.grad(value)(x), theirs)
+        (own,) = torch.autograd.grad(target(), dict(target.named_parameters())[parameter])
+        assert_close(own, theirs, 1e-9)
+
     def test_fits_that_ours_lack_stay_torchrefs(self, refinement):
         """Another target, a held parameter, numbers that no scale fits, and an own class."""
         scaler, F = refinement.scaler, refinement.get_fcalc().detach()

@@ -18,7 +18,6 @@ import fusedops._frame.needs_torch  # noqa: F401
 import torch
 
 from fusedops._frame.bridge.modes import has_tangent
-from fusedops._frame.torch_private import private
 from fusedops.compat._graphs import Replayed
 from fusedops.compat._refinement import unserved
 
@@ -69,7 +68,6 @@ def likelihoods(F_obs: Any, F_calc: Any, Sigma: Any, centric_flags: Any, *, thei
     of = F_obs, Sigma
     if (
         unserved()
-        or private().transforming()
         or has_tangent((F_obs, F_calc, Sigma))
         or centric_flags is None
         or any([x.requires_grad or x.dtype != F_calc.dtype for x in of])

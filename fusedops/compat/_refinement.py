@@ -18,6 +18,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedops import crystal
+from fusedops._frame.torch_private import private
 from fusedops.geometry import Restraints, geometry_nll
 from fusedops.planarity import Planes, planarity_nll
 
@@ -30,7 +31,7 @@ def asked_for_torch() -> bool:
 
 def unserved() -> bool:
     """Return whether a call is TorchRef's own."""
-    return asked_for_torch() or torch.compiler.is_compiling()
+    return asked_for_torch() or torch.compiler.is_compiling() or private().transforming()
 
 
 class _Kept:

@@ -20,6 +20,7 @@ import fusedops._frame.needs_torch  # noqa: F401
 import numpy as np
 import torch
 
+from fusedops._frame.bridge.modes import has_tangent
 from fusedops.compat._graphs import Replayed
 from fusedops.compat._refinement import kept_terms, unserved
 from fusedops.compat._replays import only_owner
@@ -124,6 +125,7 @@ def _constants(scaler: Any, fcalc: Any) -> _Scale | None:
         or not fcalc.is_complex()
         or any([part is None for part in parts])
         or type(scaler.solvent) is not sys.modules["torchref.scaling.solvent"].SolventModel
+        or has_tangent((fcalc, *_parameters(scaler)))
     ):
         return None
     if scaler._f_sol_raw is None:
