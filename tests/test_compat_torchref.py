@@ -1331,6 +1331,19 @@ class TestTorchRef:
         if k:
             assert scaler.solvent.k_solvent().item() == pytest.approx(k, rel=0.2)
 
+    @pytest.mark.parametrize("verbose", [0, 1, 3])
+    def test_fits_tell_as_much(self, refinement, capsys, verbose):
+        scaler, F = refinement.scaler, refinement.get_fcalc().detach()
+        scaler.verbose, told = verbose, []
+        for registered in (False, True):
+            if registered:
+                compat.register()
+            capsys.readouterr()
+            scaler.refine_lbfgs(F, nsteps=2)
+            told.append(re.sub(r"-?[0-9.]+(e-?[0-9]+)?", "0", capsys.readouterr().out).split())
+        assert told[0] == told[1]
+        assert bool(told[0]) == bool(verbose)
+
     # torch's own code for forward mode, which the first tangent of a process loads.
     @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
     def test_transforms_and_tangents_of_scales(self, refinement):

@@ -253,6 +253,9 @@ def fit(
     """Fit a scaler to the amplitudes of its work set, and return TorchRef's measures of the fit."""
     theirs, data = sys.modules["torchref.scaling.scaler_base"], scaler._data
     of = _constants(scaler, fcalc)
+    # TorchRef then tells every step, and of structure factors that aren't finite.
+    if scaler.verbose > 2:
+        return NotImplemented
     own = type(scaler).forward is theirs.ScalerBase.forward
     in_float64 = fcalc.device.type in ("cpu", "cuda")
     if of is None or not own or not in_float64 or scale_target != "ls" or nsteps < 1:
@@ -275,6 +278,7 @@ def fit(
         nlls = [theirs.nll_xray_mean(x.F, x.select(F), x.sigF) for x in (data.work, data.free)]
         R = theirs.rfactor_work_free(data, F.abs())
     if verbose and scaler.verbose > 0:
+        print("Refining scales with LBFGS...")
         print(f"Scale refinement complete. rwork: {R[0]:.4f}, rfree: {R[1]:.4f}\n")
         print("Final Scale Parameters: ")
         for name, p in scaler.named_parameters():
