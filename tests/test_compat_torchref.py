@@ -1331,6 +1331,25 @@ class TestTorchRef:
         if k:
             assert scaler.solvent.k_solvent().item() == pytest.approx(k, rel=0.2)
 
+    def test_scales_follow_writes_through_data(self, refinement):
+        """TorchRef's scaler keeps no results, so it reads what tells no change of a version."""
+        scaler, F = refinement.scaler, refinement.get_fcalc().detach()
+        parameters = scaler.U, scaler.c_iso, scaler.solvent.log_k_solvent
+
+        def found():
+            results = []
+            for p in parameters:
+                for change in (0.1, -0.1):
+                    p.data += change
+                    with torch.no_grad():
+                        results.append(scaler(F))
+            return results
+
+        theirs = found()
+        compat.register()
+        for one, other in zip(found(), theirs, strict=True):
+            assert_close(one, other)
+
     @pytest.mark.parametrize("verbose", [0, 1, 3])
     def test_fits_tell_as_much(self, refinement, capsys, verbose):
         scaler, F = refinement.scaler, refinement.get_fcalc().detach()
