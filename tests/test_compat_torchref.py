@@ -1331,6 +1331,27 @@ class TestTorchRef:
         if k:
             assert scaler.solvent.k_solvent().item() == pytest.approx(k, rel=0.2)
 
+    @pytest.mark.parametrize("in_place", [False, True])
+    def test_contacts_follow_the_lengths_of_bonds_with_hydrogens(self, model, in_place):
+        geometry = importlib.import_module("torchref.refinement.targets.geometry")
+        target, hydrogens = geometry.NonBondedHTarget(model), model.restraints.h_topo
+
+        def found():
+            results = []
+            for factor in (1.2, 1 / 1.2):
+                if in_place:
+                    hydrogens.h_bond_length.mul_(factor)
+                else:
+                    hydrogens.h_bond_length = hydrogens.h_bond_length * factor
+                hydrogens.reset_cache()
+                results += [target().detach(), torch.tensor(target.stats()["loss"].value)]
+            return results
+
+        theirs = found()
+        assert theirs[0] != theirs[2]
+        compat.register()
+        torch.testing.assert_close(found(), theirs)
+
     def test_scales_follow_writes_through_data(self, refinement):
         """TorchRef's scaler keeps no results, so it reads what tells no change of a version."""
         scaler, F = refinement.scaler, refinement.get_fcalc().detach()

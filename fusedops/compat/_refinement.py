@@ -235,7 +235,7 @@ def _nlls(target: Any) -> Any:
             atoms = torch.cat([xyz, place(xyz, hydrogens)])
         return geometry_nll(atoms, packed)
 
-    nlls = terms.value.get((xyz, packed), values)
+    nlls = terms.value.get((xyz, packed, *_placement(hydrogens)), values)
 
     def parts() -> Any:
         # One node of autograd for all six, which later calls may ask for.
@@ -249,6 +249,14 @@ def _hydrogens(restraints: Any) -> Any:
     """Return the topology of riding hydrogens with contacts, or None."""
     found = restraints.h_topo
     return found if found is not None and found.n_hydrogens and found.has_candidates else None
+
+
+def _placement(hydrogens: Any) -> list[Any]:
+    """Return all that the places of riding hydrogens follow from, but for their parents."""
+    if hydrogens is None:
+        return []
+    # Names with an underscore are of results that placing them keeps.
+    return [x for name, x in vars(hydrogens).items() if not name.startswith("_")]
 
 
 def _packed(groups: dict[str, Any], hydrogens: Any, model: Any, xyz: Any) -> Restraints | None:
@@ -441,7 +449,7 @@ def statistics(target: Any, *, theirs: Any) -> Any:
         return NotImplemented
     groups = [x for kind in restraints.restraints.values() for x in kind.values()]
     inputs = [*target.parameters(), *target.buffers(), *restraints.buffers()]
-    inputs += [restraints.h_topo, model.cell, model.spacegroup]
+    inputs += [restraints.h_topo, *_placement(restraints.h_topo), model.cell, model.spacegroup]
     for group in groups:
         inputs += group.values() if isinstance(group, dict) else [group]
     for each in target.values() if hasattr(target, "values") else [target]:
