@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import numpy as np
@@ -464,7 +464,9 @@ def _by(
     """Return the names of the arrays that gradients are by: of `by_request`, those in `wrt`."""
     if wrt is None:
         return [name for name in given if name not in by_request]
-    if isinstance(wrt, str) or not all([name in given for name in wrt]):
+    # An iterator would be empty once its names were checked, and so would be the gradients.
+    named = isinstance(wrt, Collection) and not isinstance(wrt, str | bytes)
+    if not named or not all([name in given for name in wrt]):
         should = f"be a sequence of names of arrays that are given, of {', '.join(given)}"
         refuse(ValueError, f"{op}.vjp", "wrt", f"is {wrt!r}", should)
     return wrt
