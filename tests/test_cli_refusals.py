@@ -19,6 +19,7 @@ import benches  # noqa: F401
 from bench import report
 from fusedops import cli, maps
 from fusedops._frame import registry
+from fusedops._host import memory, threads
 from fusedops.structure import read_structure
 
 gemmi = pytest.importorskip("gemmi")
@@ -302,12 +303,18 @@ def test_arguments(refused, x, monkeypatch, command, reason):
     [
         ("planarity x.pdb", "FUSEDOPS_BACKEND", "abacus"),
         ("density x.pdb --out x.map", "FUSEDOPS_BACKEND", "abacus"),
+        ("check", "FUSEDOPS_BACKEND", "abacus"),
+        ("planarity x.pdb", "FUSEDOPS_NUM_THREADS", "two"),
+        ("info", "FUSEDOPS_NUM_THREADS", "0"),
+        ("info", "FUSEDOPS_POOL_BYTES", "1e9"),
         ("planarity x.pdb", "CLIBD_MON", "/no/such"),
     ],
 )
 def test_the_environment(refused, x, monkeypatch, command, name, value):
     # The environment is read once a process, so this process must read it again.
-    monkeypatch.setattr(registry, "_from_environment", registry._from_environment.__wrapped__)
+    for module, reads in ((registry, "_from_environment"), (threads, "_own"), (memory, "limit")):
+        monkeypatch.setattr(module, reads, getattr(module, reads).__wrapped__)
+    monkeypatch.setattr(threads, "_chosen", None)
     monkeypatch.setenv(name, value)
     refused(command, value)
 

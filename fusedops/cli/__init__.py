@@ -18,7 +18,7 @@ from typing import Any
 
 import fusedops
 from fusedops.cli import bench, cache, check, completion, demo, density, info, planarity, tables
-from fusedops.cli.common import CommandError
+from fusedops.cli.common import CommandError, check_environment
 from fusedops.structure import StructureError
 
 
@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with contextlib.redirect_stdout(stdout):
                 try:
                     args = parser.parse_args(argv)
+                    check_environment()
                     return args.run(args)
                 finally:
                     stdout.flush()

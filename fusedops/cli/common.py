@@ -14,6 +14,8 @@ from time import perf_counter
 from typing import Any
 
 from fusedops._frame.registry import BACKENDS, forced, how_to_install
+from fusedops._host import memory
+from fusedops._host.threads import get_num_threads
 from fusedops.structure import Structure, read_structure
 
 
@@ -69,10 +71,12 @@ def check_other(option: str, path: str, *sources: str | None, unless: str = "") 
             )
 
 
-def forced_backend(backend: str | None) -> Any:
-    """Return the backend asked for, by argument or by environment, which may name none of ours."""
+def check_environment() -> None:
+    """Raise CommandError if a variable that every command may need has no meaning."""
     try:
-        return forced(backend)
+        forced(None)
+        get_num_threads()
+        memory.limit()
     except ValueError as error:
         raise CommandError(error) from None
 

@@ -18,6 +18,7 @@ import numpy as np
 
 import fusedops
 from fusedops import mapfiles, maps
+from fusedops._frame import registry
 from fusedops.cli import common, pictures, tables
 from fusedops.cli.common import CommandError, number, timed
 from fusedops.structure import Structure
@@ -116,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         say(line)
 
     parts = min(10, math.ceil(len(atoms.xyz) / _STEP))
-    backend = common.forced_backend(args.backend)
+    backend: Any = registry.forced(args.backend)
     options = {"radius": args.radius, "n_sigma": args.n_sigma, "backend": backend, "parts": parts}
     with common.progress("placing atoms", parts) as advance, timed(seconds, "density"):
         whole = maps.density_map(atoms, grid, **options, advance=advance)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 import fusedops
+from fusedops._frame import registry
 from fusedops.cli import common, tables
 from fusedops.cli.common import number, timed
 from fusedops.flatness import LIMIT, PlaneScore, flatness, flattened
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         for path in args.restraints:
             restraints |= read_restraints(path)
         found = planar_groups(structure, sigma=args.sigma, restraints=restraints)
-    options: dict[str, Any] = {"fit": args.fit, "backend": common.forced_backend(args.backend)}
+    options: dict[str, Any] = {"fit": args.fit, "backend": registry.forced(args.backend)}
     given = structure.xyz, fusedops.Planes(found.groups)
     op = fusedops.planarity_nll
     # The first call also loads the backend.
