@@ -137,6 +137,16 @@ def test_it_is_refused(op, name, device, group):
             function(**given)
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensor|.*MaskedTensor:UserWarning")
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_result_is_written_to_it(kind):
+    make, advice = KINDS[kind]
+    message = f"^dynamic_conv: out is .*{advice.format(name='out')}"
+    with pytest.raises((TypeError, ValueError), match=message):
+        fusedops.dynamic_conv(torch.ones(1, 3, 2), torch.ones(2, 2), out=make(torch.ones(1, 3, 2)))
+
+
 def test_indices_on_meta_are_refused_beside_other_tensors_there():
     """Also by a torch without CUDA, which has no captured graph to ask for."""
     refused = 0

@@ -22,6 +22,7 @@ from fusedops._frame.check import (
     is_tensor,
     is_traced,
     of_shape,
+    own_memory,
     reference,
     refuse,
     same_device,
@@ -300,6 +301,8 @@ class Op(Generic[F_co]):
         if not (is_tensor(out) if is_tensor(first) else plain):
             kind = "torch tensor" if is_tensor(first) else "NumPy array"
             refuse(TypeError, name, "out", f"is a {type(out).__name__}", f"be a {kind}")
+        if is_tensor(out):
+            own_memory(name, "out", out)
         at = next(at for at, array in enumerate(arrays) if array is first)
         same_device(name, "out", device_of(out), names[at], device_of(first))
         of_shape(name, "out", out, shape)
