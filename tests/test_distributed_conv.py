@@ -226,7 +226,10 @@ def test_errors_come_before_anything_is_sent():
     x, kernels, world = torch.ones(1, 5, D), torch.ones(D, W), {"group": dist.group.WORLD}
     x, kernels = x.to(device()), kernels.to(device())
     cu = torch.tensor([0, 5 * P], device=device())
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     for call, message in (
+        (lambda: dynamic_conv(x, kernels, sizes=[4], group=alone), "x has 5 tokens; rank 0 sh"),
+        (lambda: dynamic_conv(x, kernels, sizes=[5, 0], group=alone), "sizes has 2 sizes"),
         (lambda: dynamic_conv(x, kernels, sizes=[5], **world), "sizes has 1 sizes"),
         (lambda: dynamic_conv(x, kernels, sizes=[4] * P, **world), "x has 5 tokens; rank"),
         (lambda: dynamic_conv(x[:, :2], kernels, **world), "x has 2 tokens; it should have 3 at l"),

@@ -101,11 +101,7 @@ class Halo:
                 )
             sent = [width - 1 if to == rank + 1 else 0 for to in range(ranks)]
             return sent, [width - 1 if of == rank - 1 else 0 for of in range(ranks)]
-        sizes = checked_sizes(_NAME, "sizes", sizes, self.group)
-        if sizes[rank] != self.tokens:
-            raise ValueError(
-                f"{_NAME}: x has {self.tokens} tokens; rank {rank} should have {sizes[rank]}"
-            )
+        sizes = _sizes(sizes, self.tokens, self.group)
         ends = [0, *np.cumsum(sizes).tolist()]
         self.first = ends[rank]
         if self.packed is not None and self.packed.num_tokens != ends[-1]:
@@ -295,6 +291,14 @@ def _differentiable(halo: Halo, activation: str, x: Any, kernels: Any, bias: Any
     return conv(*arrays, None, sequences, activation, out=(True, None)).out
 
 
+def _sizes(given: Any, tokens: int, group: dist.ProcessGroup) -> list[int]:
+    """Return the checked numbers of tokens of all ranks."""
+    sizes, rank = checked_sizes(_NAME, "sizes", given, group), group.rank()
+    if sizes[rank] != tokens:
+        raise ValueError(f"{_NAME}: x has {tokens} tokens; rank {rank} should have {sizes[rank]}")
+    return sizes
+
+
 def _sequences(cu_seqlens: Any) -> Sequences:
     if isinstance(cu_seqlens, Sequences):
         return cu_seqlens
@@ -402,6 +406,8 @@ def dynamic_conv(
     more = {"bias": bias, "activation": activation, "backend": backend}
     if group.size() == 1 or x.ndim != 3 or kernels.ndim < 1:
         # Of one rank, or an error.
+        if sizes is not None and x.ndim == 3:
+            _sizes(sizes, x.shape[1], group)
         found: torch.Tensor = op(x, kernels, cu_seqlens=cu_seqlens, **more)
         return found
     if checks_ranks():
