@@ -110,14 +110,9 @@ def scaled(scaler: Any, fcalc: Any, f_sol_override: Any = None) -> Any:
     refined = _parameters(scaler)
     if torch.is_grad_enabled() and any([x.requires_grad for x in refined]):
         return _Scaled.apply(fcalc, *parameters(), constants)
+    # Not kept: a write through `.data` leaves no trace.
     with torch.no_grad():
-        if fcalc.is_cpu:
-            # A write through `.data` leaves no trace but the numbers, whose string is one object.
-            numbers = sys.intern(b"".join([x.detach().numpy().tobytes() for x in refined]).hex())
-            given, value = (*refined, numbers, constants), kept_terms(scaler).value
-            factors = value.get(given, lambda: constants.factors(*parameters()))
-        else:
-            factors = constants.factors(*parameters())
+        factors = constants.factors(*parameters())
     return constants.applied(factors, fcalc)
 
 
