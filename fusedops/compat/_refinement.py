@@ -52,10 +52,13 @@ class _Kept:
     def get(self, inputs: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
         """Return the result of `compute`, which follows from inputs: tensors, or any objects."""
         tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-        # Tensors of inference don't tell when they change.
-        if torch.is_inference_mode_enabled() or any([x.is_inference() for x in tensors]):
+        if torch.is_inference_mode_enabled():
             return compute()
-        states = [(x._version, x.data_ptr()) for x in tensors]
+        try:
+            states = [(x._version, x.data_ptr()) for x in tensors]
+        except RuntimeError:
+            # Tensors of inference don't tell when they change.
+            return compute()
         grad = torch.is_grad_enabled()
         if (
             self.used
