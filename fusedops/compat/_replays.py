@@ -253,8 +253,9 @@ def run(
     outer = _running.pop(id(state), None)
     if outer is None and not served:
         return NotImplemented
-    theirs: Any = sys.modules["torchref.refinement.loss_state"].LossState.run
-    theirs = functools.partial(getattr(theirs, "theirs", theirs), state, optimizer, log, nsteps)
+    kind = sys.modules["torchref.refinement.loss_state"].LossState
+    theirs: Any = getattr(kind.run, "theirs", kind.run)
+    theirs = functools.partial(theirs, state, optimizer, log, nsteps)
     if outer is not None:
         try:
             return theirs(context=context)
@@ -266,7 +267,9 @@ def run(
         if not alone:
             return NotImplemented
         try:
-            if _lbfgs.serves(optimizer):
+            # A replay within a step would lack what another `aggregate` adds.
+            whole = getattr(state.aggregate, "__func__", None) is kind.aggregate
+            if whole and _lbfgs.serves(optimizer):
                 evaluations.direction = torch.cat([p.detach().flatten() for p in parameters])
                 optimizer.step = _lbfgs.step_by(optimizer, evaluations)
             found = theirs(context=context)
