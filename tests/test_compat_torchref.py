@@ -1137,6 +1137,50 @@ class TestTorchRef:
         assert calls()["BondTarget.forward"] == 2
         assert theirs.grad_fn.name() == "SumBackward0"
 
+    def test_parts_that_a_subclass_replaces_are_its_own(self, refinement):
+        geometry = importlib.import_module("torchref.refinement.targets.geometry")
+        model, scaler = refinement.model, refinement.scaler
+
+        class Bonds(geometry.BondTarget):
+            def _restraint_group(self, *kind):
+                columns = super()._restraint_group(*kind)
+                return {name: column[::2] for name, column in columns.items()}
+
+        class Contacts(geometry.NonBondedHTarget):
+            def _compute_h_vdw_loss(self, *of):
+                return 0 * super()._compute_h_vdw_loss(*of)
+
+        class Twice(geometry.AngleTarget):
+            name = "twice"
+
+            def forward(self):
+                return 2 * super().forward()
+
+        class Isotropic(type(scaler)):
+            def anisotropy_correction(self):
+                return torch.ones_like(super().anisotropy_correction())
+
+        class Stronger(type(scaler)):
+            def iso_log_scale(self, design=None):
+                return super().iso_log_scale(design) + 1
+
+        F, kind = refinement.get_fcalc().detach(), type(scaler)
+        with torch.no_grad():
+            scaler.U += 0.02
+
+        def found():
+            values = [target(model)().detach() for target in (Bonds, Contacts, Twice)]
+            for scaler.__class__ in (Isotropic, Stronger):
+                values.append(scaler(F).detach())
+            scaler.__class__ = kind
+            return values
+
+        theirs = found()
+        compat.register()
+        torch.testing.assert_close(found(), theirs)
+        served = "BondTarget", "NonBondedHTarget", "AngleTarget", "ScalerBase"
+        assert [calls()[f"{name}.forward"] for name in served] == [0, 0, 1, 0]
+
     def test_scales_and_solvent(self, refinement):
         """The mask voxel by voxel; and scaled factors, with derivatives of both orders."""
         scaler = refinement.scaler

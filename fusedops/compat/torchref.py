@@ -326,7 +326,9 @@ def register() -> None:
             theirs, found = places[swap.name]
             if hasattr(theirs, "theirs"):
                 continue
-            served = (_method if swap.name in METHODS else _served)(swap, theirs)
+            served = (
+                _method(swap, theirs, *found) if swap.name in METHODS else _served(swap, theirs)
+            )
             name = swap.name.rpartition(".")[2]
             for owner in found:
                 if getattr(owner, name, None) is theirs:
@@ -360,15 +362,34 @@ class _Property(property):
     theirs: Any
 
 
-def _method(swap: Swap, theirs: Any) -> Any:
+#: What the subclasses of TorchRef's targets replace, and its losses don't read.
+_OF_SUBCLASSES = {"name", "stats"}
+
+
+def _overrides(kind: type, owner: type, name: str) -> bool:
+    """Return whether a program's subclass replaces a part that a method of TorchRef's may use."""
+    order = kind.__mro__
+    between = order[: order.index(owner)] if owner in order else ()
+    return any(
+        part not in (name, *_OF_SUBCLASSES) and not part.startswith("__") and hasattr(owner, part)
+        for each in between
+        if not each.__module__.startswith("torchref.")
+        for part in vars(each)
+    )
+
+
+def _method(swap: Swap, theirs: Any, owner: Any) -> Any:
     """Return our function in the place of TorchRef's, which serves the calls that ours can't."""
     ours = METHODS[swap.name][1]
     if "theirs" in inspect.signature(ours).parameters:
         ours = functools.partial(ours, theirs=theirs)
-    function = getattr(theirs, "fget", theirs)
+    function, name = getattr(theirs, "fget", theirs), swap.name.rpartition(".")[2]
+    checked = inspect.isclass(owner)
 
     @functools.wraps(function)
     def serve(*args: Any, **kwargs: Any) -> Any:
+        if checked and args and _overrides(type(args[0]), owner, name):
+            return function(*args, **kwargs)
         found = ours(*args, **kwargs)
         if found is NotImplemented:
             return function(*args, **kwargs)
