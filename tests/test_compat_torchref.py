@@ -1116,6 +1116,30 @@ class TestTorchRef:
         targets[1]["sigd"].stats()
         assert model.ctx.restraints is None
 
+    def test_statistics_follow_atoms_of_a_programs_own(self, model):
+        geometry = importlib.import_module("torchref.refinement.targets.geometry")
+
+        class Swollen(torch.nn.Module):
+            def __init__(self, xyz):
+                super().__init__()
+                self.xyz, self.scale = xyz, 1.0
+
+            def forward(self):
+                return self.scale * self.xyz()
+
+        model.xyz = Swollen(model.xyz)
+        bond = geometry.BondTarget(model)
+
+        def found():
+            values = []
+            for model.xyz.scale in (1.0, 1.01):
+                values.append(bond.stats()["rms_delta"].value)
+            return values
+
+        theirs = found()
+        compat.register()
+        assert found() == pytest.approx(theirs, rel=1e-9)
+
     def test_parameters_that_ours_lack_stay_torchrefs(self, model):
         geometry = importlib.import_module("torchref.refinement.targets.geometry")
         targets = [

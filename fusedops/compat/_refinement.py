@@ -453,6 +453,8 @@ def statistics(target: Any, *, theirs: Any) -> Any:
     groups = [x for kind in restraints.restraints.values() for x in kind.values()]
     inputs = [*target.parameters(), *target.buffers(), *restraints.buffers()]
     inputs += [restraints.h_topo, *_placement(restraints.h_topo), model.cell, model.spacegroup]
+    # A program's own may follow from more than parameters.
+    inputs += [part() for part in (model.xyz, model.adp, model.u)]
     for group in groups:
         inputs += group.values() if isinstance(group, dict) else [group]
     for each in target.values() if hasattr(target, "values") else [target]:
