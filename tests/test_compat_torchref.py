@@ -1140,6 +1140,19 @@ class TestTorchRef:
         compat.register()
         assert found() == pytest.approx(theirs, rel=1e-9)
 
+    def test_statistics_follow_writes_that_leave_no_trace(self, model):
+        """TorchRef's modules are told of them."""
+        geometry = importlib.import_module("torchref.refinement.targets.geometry")
+        compat.register()
+        bond = geometry.BondTarget(model)
+        before = bond.stats()["rms_delta"].value
+        model.xyz.refinable_params.data.mul_(1.01)
+        model.xyz.reset_forward_cache()
+        after = bond.stats()["rms_delta"].value
+        assert after != pytest.approx(before, rel=1e-3)
+        compat.unregister()
+        assert after == bond.stats()["rms_delta"].value
+
     def test_parameters_that_ours_lack_stay_torchrefs(self, model):
         geometry = importlib.import_module("torchref.refinement.targets.geometry")
         targets = [
