@@ -21,6 +21,7 @@ from fusedops._catalogue import (
     tuple_of,
 )
 from fusedops._frame import primitive, registry
+from fusedops._frame.check import one_of, refuse
 from fusedops._frame.packed import Packed
 
 __all__ = [
@@ -71,20 +72,30 @@ def error(value: Any, reference: Any) -> float:
     Parameters
     ----------
     value, reference : array
-        Of any dtype; they are compared in float64.
+        Of any real dtype; they are compared in float64.
 
     Returns
     -------
     float
-        Infinite if shapes differ, or if an element of `value` isn't finite.
+        Infinite if shapes differ, or if an element of `value` or `reference` isn't finite.
+
+    Raises
+    ------
+    TypeError
+        If one of them is complex.
 
     Examples
     --------
     >>> error([1.0, 2.5], [1.0, 2.0])
     0.25
     """
+    for name, array in (("value", value), ("reference", reference)):
+        # NumPy only warns when it drops imaginary parts.
+        if np.iscomplexobj(array):
+            refuse(TypeError, "error", name, "is complex", "be real")
     value, reference = np.asarray(value, np.float64), np.asarray(reference, np.float64)
-    if value.shape != reference.shape or not np.isfinite(value).all():
+    # A NaN is no larger than a bound, nor does `max` find it.
+    if value.shape != reference.shape or not np.isfinite([value, reference]).all():
         return np.inf
     difference = np.abs(value - reference).max(initial=0.0)
     return float(difference / (np.abs(reference).max(initial=0.0) or 1.0))
@@ -160,6 +171,8 @@ def run(
 
     Raises
     ------
+    ValueError
+        If there is no such framework or backend, or `wanted` has another number of outputs.
     BackendUnavailable
         If the backend can't serve the call.
 
@@ -171,6 +184,10 @@ def run(
     [(1, 5, 37, 2, 32), (1, 5, 2, 37)]
     """
     primitive = case.primitive
+    one_of("run", "framework", framework, ("numpy", "torch"))
+    if wanted is not None and len(wanted) != len(primitive.outputs):
+        should = f"have {len(primitive.outputs)}, for {', '.join(primitive.outputs)}"
+        refuse(ValueError, "run", "wanted", f"has {len(wanted)} elements", should)
     arrays: list[Any]
     static: Sequence[Any]
     given, static = case.make()
@@ -186,7 +203,7 @@ def run(
         static = [s.to(device) if isinstance(s, Packed) else s for s in static]
         static = [_constant(s, kind, device) if isinstance(s, np.ndarray) else s for s in static]
     out = primitive.all if wanted is None else [want or None for want in wanted]
-    with poisoned_outputs(), registry.asking(backend):
+    with poisoned_outputs(), registry.asking(backend and registry.forced(backend, "run")):
         outputs = [*primitive(*arrays, *static, out=out)]
     outputs += [a for n, a in zip(primitive.arrays, arrays, strict=True) if n in primitive.mutates]
     if framework == "torch":

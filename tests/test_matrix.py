@@ -236,3 +236,31 @@ def test_kernels_touch_nothing_beyond_their_arrays(place, family):
         own = [c for c in own if c in FEW] or [c for c in own if c in TYPICAL]
         ends = {"float64": (True,), "float32": (False,)}
     guarded.run(fill_guarded, place, own, ends)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_a_number_that_is_none_is_an_error_without_bounds(number):
+    """Not NaN, which `max` passes over."""
+    assert max(0.0, error([1.0], [number])) == np.inf
+    assert error([number], [1.0]) == error([number], [number]) == np.inf
+
+
+def test_complex_numbers_have_no_error():
+    for name, pair in {"value": ([1 + 5j], [1.0]), "reference": ([1.0], [1 + 5j])}.items():
+        with pytest.raises(TypeError, match=f"^error: {name} is complex; it should be real$"):
+            error(*map(np.array, pair))
+
+
+@pytest.mark.parametrize(
+    ("argument", "arguments"),
+    [
+        ("framework", ("jax", None, "float64")),
+        ("backend", ("numpy", "junk", "float64")),
+        ("wanted", ("numpy", None, "float64", (True,))),
+    ],
+)
+def test_run_names_a_bad_argument(argument, arguments):
+    *arguments, wanted = (*arguments, None)[:4]
+    case = next(case for case in CASES if len(case.primitive.outputs) == 2)
+    with pytest.raises(ValueError, match=f"^run: {argument} .*; it should "):
+        run(case, *arguments, wanted=wanted)
