@@ -235,6 +235,29 @@ def test_a_plan_is_a_copy_unless_it_is_of_views(layout):
     close(np.asarray(structured_scatter_add(cube, plan)), added(p))
 
 
+@pytest.mark.parametrize("by", [1, 10**6])
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("op", [structured_scatter_add, structured_gather])
+def test_a_backward_pass_has_the_indices_of_its_call(op, framework, by):
+    """Whatever is written to NumPy's index arrays after it."""
+    p = problem()
+    x, dy = (p.cube, p.grid) if op is structured_scatter_add else (p.grid, p.cube)
+    options = {"map_size": p.size} if op is structured_scatter_add else {}
+    (dx,) = op.vjp(x, p.plan)[1](dy)
+    if framework == "torch":
+        pytest.importorskip("torch")
+        x = tensor(x).requires_grad_()
+        y = op(x, p.wa, p.wbwc, **options)
+        back = functools.partial(torch.autograd.grad, y, x, tensor(dy))
+    else:
+        _, pullback = op.vjp(x, p.wa, p.wbwc, **options)
+        back = functools.partial(pullback, dy)
+    p.wa[...] += by
+    p.wbwc[...] -= 3 * by
+    (found,) = back()
+    close(np.asarray(found), dx)
+
+
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("threads", [None, 1, 3])
 def test_bins_name_the_planes_that_reach_every_part(threads, wide, several_threads):

@@ -349,6 +349,9 @@ class Op(Generic[F_co]):
             raise TypeError(primitive.no_gradient(name))
         given = [argument for argument, array in pairs if array is not None]
         by = _by(name, wrt, given, self.by_request)
+        # The pullback reads them again.
+        a = [part.apart() if isinstance(part, Packed) else part for part in bound.a]
+        bound = bound._replace(a=primitive.Arguments._make(a))
         with registry.asking(asked):
             y = primitive(*bound.a, out=primitive.with_saved(self.slots(bound)))
         # Two arrays of a primitive may have one name in the signature.

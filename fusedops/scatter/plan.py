@@ -105,6 +105,8 @@ class ScatterPlan(Packed):
     _sizes = ("map_size",)
     _given = ("wa", "wbwc")
     _options = ("map_size",)
+    # Whether some of the arrays are NumPy's, given to one call without a plan.
+    _lent = False
 
     def __init__(self, wa: Any, wbwc: Any, map_size: int, *, copy: bool = True) -> None:
         flag("ScatterPlan", "copy", copy)
@@ -133,7 +135,16 @@ class ScatterPlan(Packed):
             return cls(wa, wbwc, map_size)
         self = cls.__new__(cls)
         self._lay_out(wa, wbwc, map_size, copy=False)
+        self.__dict__["_lent"] = not (is_tensor(wa) and is_tensor(wbwc))
         return self
+
+    def apart(self) -> Self:
+        """Return this plan, or a copy if it is of NumPy arrays given to one call."""
+        if not self._lent:
+            return self
+        copied = type(self).__new__(type(self))
+        copied._lay_out(self.wa, self.wbwc, self.map_size, copy=True)
+        return copied
 
     @classmethod
     def foresee(cls, wa: Any, wbwc: Any, *, map_size: int) -> dict[str, Any]:
@@ -379,4 +390,6 @@ def read_plan(name: str, wa: Any, wbwc: Any, map_size: int | None, argument: str
         raise TypeError(
             f"{name}: {missing} is None; it should be given, unless wa is a ScatterPlan"
         )
-    return ScatterPlan.given(name, (argument, like), wa, wbwc, map_size=map_size)
+    plan = ScatterPlan.given(name, (argument, like), wa, wbwc, map_size=map_size)
+    # Autograd sees no writes to NumPy arrays.
+    return plan.apart() if is_tensor(like) else plan
