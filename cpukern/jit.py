@@ -20,6 +20,15 @@ class _Cache(FunctionCache):
         own = Path(self._py_func.__code__.co_filename).parent
         return *super()._index_key(sig, codegen), _sources(own)
 
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception:
+            # Files that a crash of the machine has cut short raise nearly anything.
+            with contextlib.suppress(OSError):
+                self.flush()
+            return None
+
     def save_overload(self, sig: Any, data: Any) -> None:
         # A full disk only costs a compilation in the next process.
         with contextlib.suppress(OSError):

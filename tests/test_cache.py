@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import fusedops
 from fusedops import _info, cli
 from fusedops._frame import registry
 from fusedops._info import CacheInfo
+from processes import python
 
 OURS = '#loc = loc("/site-packages/gpukern/conv/triton.py":144:0)\n'
 OURS_ON_WINDOWS = r'#loc = loc("C:\\site-packages\\gpukern\\conv.py":144:0)'
@@ -80,3 +82,18 @@ def test_the_cache_of_numba(numba_folder, capsys):
     assert f"numba: removed 0.0 MiB in {folder}" in capsys.readouterr().out
     assert fusedops.info().caches["numba"] == CacheInfo(folder, 0)
     assert others.exists()
+
+
+@pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
+def test_damaged_code_is_compiled_again(suffix, tmp_path):
+    pytest.importorskip("numba")
+    kernel = tmp_path / "kernel.py"
+    kernel.write_text("from cpukern.jit import jit\n@jit\ndef twice(x):\n    return 2 * x\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+    code += "from kernel import twice\nprint(twice(3), sum(twice.stats.cache_hits.values()))"
+    run = functools.partial(python, code, NUMBA_CACHE_DIR=str(tmp_path))
+    assert run().split() == ["6", "0"]
+    (damaged,) = tmp_path.rglob(f"*{suffix}")
+    damaged.write_bytes(damaged.read_bytes()[:99])
+    assert run().split() == ["6", "0"]
+    assert run().split() == ["6", "1"]
