@@ -109,7 +109,7 @@ def explain(op: Op[Any], /, *args: Any, **kwargs: Any) -> registry.Explanation:
     *args
         The arguments of the call.
     **kwargs
-        The same by name, except `out`; `backend` asks for a backend.
+        The same by name, `out` too; `backend` asks for a backend.
 
     Returns
     -------

@@ -315,6 +315,16 @@ def test_containers_limit_threads(tmp_path, files, cores):
     assert limits._cgroup_quota(tmp_path) == cores
 
 
+def test_explain_checks_out_as_the_call_does():
+    x, kernels = np.ones((1, 5, 2)), np.ones((2, 3))
+    op = fusedops.dynamic_conv
+    assert fusedops.explain(op, x, kernels, out=np.empty_like(x)).backend is not None
+    for out, error in ((np.empty(3), ValueError), (x, ValueError), (3, TypeError)):
+        for function in (op, op.explain):
+            with pytest.raises(error, match=r"^dynamic_conv: out "):
+                function(x, kernels, out=out)
+
+
 LARGE = """
 import os, sys
 import numpy as np

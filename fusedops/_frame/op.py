@@ -230,8 +230,7 @@ class Op(Generic[F_co]):
             bound = self.bound(*args, **kwargs)
         slots = self.slots(bound)
         if out is not None:
-            by_name = {**dict(zip(self.signature.parameters, args, strict=False)), **kwargs}
-            slots[self.shown(bound)[0]] = self.checked_out(bound, by_name, out)
+            slots[self.shown(bound)[0]] = self.checked_out(bound, self.by_name(args, kwargs), out)
         # A compiled graph chooses its backend when it runs, not when it is traced.
         with registry.asking(backend if is_traced(reference(bound.a)) else asked):
             y = self.primitive(*bound.a, out=slots)
@@ -287,6 +286,10 @@ class Op(Generic[F_co]):
             return value if value.ndim or type(value) is not np.ndarray else value[()]
 
         return results
+
+    def by_name(self, args: Any, kwargs: Any) -> dict[str, Any]:
+        """Return the arguments of a call by their names in the signature."""
+        return {**dict(zip(self.signature.parameters, args, strict=False)), **kwargs}
 
     def checked_out(self, bound: Bound, given: Mapping[str, Any], out: Any) -> Any:
         """Return the array for the first output shown, in `out`; raise if it can't be there."""
@@ -394,11 +397,16 @@ class Op(Generic[F_co]):
             dx = dx.sum(axes).reshape(given.shape)
         return dx.astype(given.dtype, copy=False) if given.dtype.kind == "f" else dx
 
-    def explain(self, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
+    def explain(
+        self, *args: Any, out: Any = None, backend: str | None = None, **kwargs: Any
+    ) -> Explanation:
         """Return which backend serves the call, and why."""
         asked = registry.forced(backend, self.__name__)
         with registry.asking(asked):
-            arrays = self.bound(*args, **kwargs).a[: len(self.arguments)]
+            bound = self.bound(*args, **kwargs)
+        if out is not None:
+            self.checked_out(bound, self.by_name(args, kwargs), out)
+        arrays = bound.a[: len(self.arguments)]
         return registry.explain(registry.request(self.primitive.name, arrays, asked))
 
 
