@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from cpukern.scatter.parts import bins
 from densities import agree, close
 from fusedops import ScatterPlan, structured_gather, structured_scatter_add
 from fusedops._frame import registry
+from fusedops.scatter import plan as plans
 from fusedops.scatter.op import gather, scatter
 from places import (
     FILLING,
@@ -233,6 +235,32 @@ def test_a_plan_is_a_copy_unless_it_is_of_views(layout):
     close(np.asarray(structured_scatter_add(cube, wa, wbwc, p.size)), moved)
     wbwc[:] = 10**9
     close(np.asarray(structured_scatter_add(cube, plan)), added(p))
+
+
+def test_a_plan_does_not_wait_for_the_check_of_another(monkeypatch):
+    """A child that is forked meanwhile would wait forever."""
+    begun, ended, extremes = threading.Event(), threading.Event(), plans._extremes
+
+    def slow(wbwc):
+        if threading.current_thread() is other:
+            begun.set()
+            ended.wait(20)
+        return extremes(wbwc)
+
+    monkeypatch.setattr(plans, "_extremes", slow)
+    p = problem()
+    other = threading.Thread(target=lambda: p.plan)
+    other.start()
+    try:
+        assert begun.wait(20)
+        third = threading.Thread(target=lambda: p.plan)
+        third.start()
+        third.join(5)
+        assert not third.is_alive()
+    finally:
+        ended.set()
+        other.join()
+        third.join()
 
 
 @pytest.mark.parametrize("by", [1, 10**6])

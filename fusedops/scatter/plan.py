@@ -182,12 +182,16 @@ class ScatterPlan(Packed):
         """The planes, rows and columns of the periodic grid; zeros where there is none."""
         return self._sorted[1]
 
-    @functools.cached_property
+    @property
     def reach(self) -> tuple[Any, Any]:
         """The smallest and the largest in-plane offset of every cube, checked against the map.
 
         Raises IndexError if an element lies outside of the map.
         """
+        # Before Python 3.12 a cached property has a lock for all plans, which a fork may find held.
+        return self.derived(ScatterPlan._reach)
+
+    def _reach(self) -> tuple[Any, Any]:
         reach = _extremes(self.wbwc)
         if 0 not in self.shape:
             self._check(*reach)
