@@ -27,6 +27,13 @@ from fusedops._version import __version__
 _PACKAGES = ("gemmi", "matplotlib", "rich", "scipy", "shtab", "threadpoolctl")
 
 
+def check_variables() -> None:
+    """Raise ValueError if a variable of the environment that calls may need has no meaning."""
+    registry.forced(None)
+    get_num_threads()
+    memory.limit()
+
+
 @dataclass(frozen=True)
 class BackendInfo:
     """The version of a backend's library, and the reason why it can't be used here, or None."""

@@ -13,9 +13,8 @@ from importlib.util import find_spec
 from time import perf_counter
 from typing import Any
 
-from fusedops._frame.registry import BACKENDS, forced, how_to_install
-from fusedops._host import memory
-from fusedops._host.threads import get_num_threads
+from fusedops import _info
+from fusedops._frame.registry import BACKENDS, how_to_install
 from fusedops.structure import Structure, read_structure
 
 
@@ -74,9 +73,7 @@ def check_other(option: str, path: str, *sources: str | None, unless: str = "") 
 def check_environment() -> None:
     """Raise CommandError if a variable that every command may need has no meaning."""
     try:
-        forced(None)
-        get_num_threads()
-        memory.limit()
+        _info.check_variables()
     except ValueError as error:
         raise CommandError(error) from None
 
