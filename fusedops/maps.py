@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 
 import fusedops
-from fusedops._frame.check import of_shape, positive, real, refuse, values
+from fusedops._frame.check import positive, real, refuse
 from fusedops._frame.registry import BackendName
 from fusedops._host.limits import available_memory
 from fusedops.density import atom_radius, bad_atoms
 from fusedops.density.op import COMPONENTS
 from fusedops.structure import (
     CELL_NAMES,
-    FARTHEST,
     Structure,
     StructureError,
+    _coordinates,
     _gemmi,
     cell_texts,
     check_numbers,
@@ -552,16 +552,9 @@ def box_grid(xyz: np.ndarray, spacing: float, margin: float) -> MapGrid:
     spacing, margin = positive(op, "spacing", spacing), real(op, "margin", margin)
     if not 0 <= margin < math.inf:
         refuse(ValueError, op, "margin", f"is {margin!r}", "be a number of at least 0")
-    xyz = values(op, "xyz", xyz)
-    of_shape(op, "xyz", xyz, ("N", 3))
-    if xyz.dtype.kind not in "fiu":
-        refuse(TypeError, op, "xyz", f"has dtype {xyz.dtype}", "be real numbers")
+    xyz = _coordinates(op, xyz, ("N", 3))
     if not len(xyz):
         refuse(ValueError, op, "xyz", "has no atoms", "have at least one")
-    if not (abs(xyz) <= FARTHEST).all():
-        first = int((abs(xyz) <= FARTHEST).all(axis=1).argmin())
-        was = f"is {xyz[first].tolist()}"
-        refuse(ValueError, op, f"xyz[{first}]", was, f"be finite, and within {FARTHEST:,.0f} Å")
     low = np.floor((xyz.min(0) - margin) / spacing)
     shape = np.ceil((xyz.max(0) + margin) / spacing) - low + 1
     check_memory(shape.prod())

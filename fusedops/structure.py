@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from fusedops._frame.check import refuse, values
+from fusedops._frame.check import of_shape, refuse, values
 from fusedops._host.packages import how_to_install
 
 if TYPE_CHECKING:
@@ -632,11 +632,15 @@ def checked_xyz(op: str, structure: Structure, xyz: Any) -> np.ndarray:
     >>> checked_xyz("f", ubiquitin, ubiquitin.xyz + 1.0)[0].tolist()
     [28.343, 25.294, 3.683]
     """
+    return _coordinates(op, xyz, structure.xyz.shape)
+
+
+def _coordinates(op: str, xyz: Any, shape: tuple[int | str, ...]) -> np.ndarray:
+    """Return coordinates of a shape in float64, or raise if they aren't real, finite and near."""
     xyz = values(op, "xyz", xyz)
     if xyz.dtype.kind not in "fiu":
         refuse(TypeError, op, "xyz", f"has dtype {xyz.dtype}", "be real numbers")
-    if xyz.shape != structure.xyz.shape:
-        refuse(ValueError, op, "xyz", f"has shape {xyz.shape}", f"be {structure.xyz.shape}")
+    of_shape(op, "xyz", xyz, shape)
     bad = ~(abs(xyz) <= FARTHEST).all(axis=1)
     if bad.any():
         first = int(bad.argmax())
