@@ -814,10 +814,10 @@ def _images(cell: Any, xyz: np.ndarray, pairs: np.ndarray, within: float) -> np.
     """
     if not cell.is_crystal():
         return np.column_stack([pairs, np.zeros((len(pairs), 3), np.int64)])
-    to_cell, from_cell = (np.array(t.mat.tolist()) for t in (cell.frac, cell.orth))
+    to_cell, origin, from_cell = _matrices(cell)
     turns, moves = (np.array(each) for each in zip(*_symmetry(cell), strict=True))
     i, j, symmetry = pairs.T
-    fractional = xyz @ to_cell.T + cell.frac.vec.tolist()
+    fractional = xyz @ to_cell.T + origin
     apart = np.einsum("nij,nj->ni", turns[symmetry], fractional[j]) + moves[symmetry]
     apart -= fractional[i]
     nearest = -np.rint(apart)
@@ -838,8 +838,8 @@ def _fixing(cell: Any, xyz: np.ndarray) -> np.ndarray:
     """
     rows = [np.empty((0, 5), np.int64)]
     if cell.is_crystal():
-        to_cell, from_cell = (np.array(t.mat.tolist()) for t in (cell.frac, cell.orth))
-        fractional = xyz @ to_cell.T + cell.frac.vec.tolist()
+        to_cell, origin, from_cell = _matrices(cell)
+        fractional = xyz @ to_cell.T + origin
         for symmetry, (turn, move) in enumerate(_symmetry(cell)[1:], 1):
             apart = fractional @ np.transpose(turn) + move - fractional
             shift = -np.rint(apart)
@@ -868,6 +868,15 @@ def _joined_to_images(bonds: np.ndarray, fixing: np.ndarray) -> set[tuple[int, .
     return joined
 
 
+def _matrices(cell: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the matrices to fractional coordinates and back, and the fractional origin between.
+
+    SCALE records may shift the origin of the cell.
+    """
+    to_cell, from_cell = (np.array(t.mat.tolist()) for t in (cell.frac, cell.orth))
+    return to_cell, np.array(cell.frac.vec.tolist()), from_cell
+
+
 def _symmetry(cell: Any) -> list[tuple[Any, Any]]:
     """Return the fractional matrix and vector of all images of a cell, the first itself."""
     images = [(image.mat.tolist(), image.vec.tolist()) for image in cell.images]
@@ -876,10 +885,8 @@ def _symmetry(cell: Any) -> list[tuple[Any, Any]]:
 
 def _operation(cell: Any, symmetry: int, *shift: int) -> np.ndarray:
     """Return the Cartesian matrix (3, 4) of one of a cell's images, moved by whole cells."""
-    to_cell, from_cell = (np.array(t.mat.tolist()) for t in (cell.frac, cell.orth))
+    to_cell, origin, from_cell = _matrices(cell)
     turn, move = map(np.array, _symmetry(cell)[symmetry])
-    # SCALE records may shift the origin of the cell.
-    origin = np.array(cell.frac.vec.tolist())
     move = turn @ origin + move + shift - origin
     return np.column_stack([from_cell @ turn @ to_cell, from_cell @ move])
 
