@@ -255,7 +255,7 @@ class _Captured:
         self.origin = {name: self.data[name].clone() for name in ("pos", "cell", *SYSTEMS)}
         pairs, offsets = self._pairs(data)
         vectors = _vectors(pos, cell, self.data["batch"], pairs[0], pairs[1], offsets)
-        edges = int(_is_inside(vectors, self.backbone.cutoff).sum())
+        edges = int(_is_inside(vectors.square().sum(1), self.backbone.cutoff).sum())
         #: Places of edges, and of pairs.
         self.space = edges + edges // 64 + 128
         room = pairs.shape[1] + pairs.shape[1] // 16 + 1024
@@ -363,7 +363,8 @@ class _Captured:
         cutoff, space = self.backbone.cutoff, self.space
         with torch.no_grad():
             vectors = _vectors(pos, cell, batch, self.pairs[0], self.pairs[1], self.offsets)
-            inside = self.is_pair & _is_inside(vectors, cutoff)
+            squares = vectors.square().sum(1)
+            inside = self.is_pair & _is_inside(squares, cutoff)
             count = inside.cumsum(0)
             # Pairs without a place share the last place, which is cut off.
             at = torch.where(inside, (count - 1).clamp(max=space), space)
@@ -379,7 +380,7 @@ class _Captured:
                 degrees.max(),
                 self._nearer(pos, cell, batch),
                 torch.stack(others).any(),
-                (self.is_pair & (vectors.square().sum(1) <= _CLOSE**2)).any(),
+                (self.is_pair & (squares <= _CLOSE**2)).any(),
             )
             self.report = torch.stack([number.double() for number in numbers])
         vectors = _vectors(pos, cell, batch, source, target, offsets)
@@ -403,10 +404,9 @@ def _inverse(cell: Any) -> Any:
     return torch.stack(columns, 2) / volume[:, None, None]
 
 
-def _is_inside(vectors: Any, cutoff: float) -> Any:
-    """Return whether vectors are within the cutoff, or not finite: the model tells of these."""
-    square = vectors.square().sum(1)
-    return ~((square >= cutoff**2) & square.isfinite())
+def _is_inside(squares: Any, cutoff: float) -> Any:
+    """Return whether lengths are below the cutoff, or not finite: the model tells of these."""
+    return ~((squares >= cutoff**2) & squares.isfinite())
 
 
 def _vectors(pos: Any, cell: Any, batch: Any, source: Any, target: Any, offsets: Any) -> Any:

@@ -251,11 +251,11 @@ def fit(
     scale_target: str = "ls",
 ) -> Any:
     """Fit a scaler to the amplitudes of its work set, and return TorchRef's measures of the fit."""
-    theirs, data = sys.modules["torchref.scaling.scaler_base"], scaler._data
-    of = _constants(scaler, fcalc)
     # TorchRef then tells every step, and of structure factors that aren't finite.
     if scaler.verbose > 2:
         return NotImplemented
+    theirs, data = sys.modules["torchref.scaling.scaler_base"], scaler._data
+    of = _constants(scaler, fcalc)
     own = type(scaler).forward is theirs.ScalerBase.forward
     in_float64 = fcalc.device.type in ("cpu", "cuda")
     if of is None or not own or not in_float64 or scale_target != "ls" or nsteps < 1:
