@@ -355,7 +355,8 @@ def unscale_messages(
     The memory of `dscaled` may get the cotangent of messages. Halves of scaled messages, and their
     scales, are written where these are `kept`.
     """
-    x, radial, (_, M, C) = _flat(message), _rows(radial), message.shape
+    needed = dradial is not None or kept[0] is not None
+    x, radial, (_, M, C) = _flat(message if needed else dscaled), _rows(radial), message.shape
     edges, (BE, BC), warps = len(x), BLOCK, 16
     if kept[0] is None:
         BE, warps = _EDGES, _WARPS
@@ -395,7 +396,8 @@ def so2_convolution_vjp(a: Any, y: Any) -> None:
     dweights = y[1 : 1 + len(call.weights)]
     weighing = any([dweight is not None for dweight in dweights])
     results = call.results(a.dout, a.dgates, weighing)
-    parts = call.parts(summed=True)
+    # Messages that no cotangent depends on have no memory of their own: rows would be copied.
+    parts = call.parts(summed=True) if weighing else []
     if y.dmessage is not None or y.dradial is not None:
         shape = len(a.dout), call.M * call.C
         if y.dmessage is None:
