@@ -149,6 +149,68 @@ def test_networks_of_radial_functions_have_our_products(expected, registered, mo
     assert len(served) == (9 if mode == "general" else 8)
 
 
+def layers_of_nodes():
+    """Return fairchem's layers of nodes, whose parameters are random."""
+    from fairchem.core.models.uma.escn_md_block import SpectralAtomwise
+    from fairchem.core.models.uma.nn.layer_norm import get_normalization_layer
+    from fairchem.core.models.uma.nn.so3_layers import SO3_Linear
+
+    torch.manual_seed(0)
+    made = {
+        "norm": get_normalization_layer("rms_norm_sh", 2, 6),
+        "linear": SO3_Linear(6, 4, 2),
+        "atomwise": SpectralAtomwise(6, 4, 2, 2, None),
+    }
+    for layer in made.values():
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter)
+    return made
+
+
+def replaced(layer):
+    """Return ours for one of fairchem's layers."""
+    parent = torch.nn.ModuleDict({"layer": layer})
+    uma.replace_layers(parent, None)
+    return parent["layer"]
+
+
+@pytest.mark.parametrize("name", ["norm", "linear", "atomwise"])
+def test_layers_of_nodes_are_fairchems(name):
+    theirs, ours = layers_of_nodes()[name].double(), replaced(layers_of_nodes()[name].double())
+    assert type(ours) is not type(theirs)
+    assert dict(ours.named_parameters()).keys() == dict(theirs.named_parameters()).keys()
+    x, tx = torch.randn(2, 3, 9, 6, dtype=torch.float64)
+    x.requires_grad_()
+    assert_close([ours(x)], [theirs(x)], 1e-12)
+    assert_close(*[torch.func.jvp(layer, (x,), (tx,)) for layer in (ours, theirs)], 1e-12)
+    assert_close([torch.vmap(ours)(x[None])[0]], [theirs(x)], 1e-12)
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    for layer in (ours, compiled):
+        found, expected = (
+            torch.autograd.grad(one(x).square().sum(), (x, *one.parameters()))
+            for one in (layer, theirs)
+        )
+        assert_close(found, expected, 1e-12)
+    assert torch.autograd.gradgradcheck(ours, x[:1].detach().requires_grad_())
+
+
+def test_norms_of_other_kinds_stay_fairchems():
+    from fairchem.core.models.uma.nn import layer_norm
+
+    norm = layer_norm.EquivariantRMSNormArraySphericalHarmonicsV2
+    for options in ({"affine": False}, {"centering": False}, {"std_balance_degrees": False}):
+        assert type(replaced(norm(2, 6, **options))) is norm
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_frames_of_edges_are_not_random(registered, mode):
+    """As fairchem's are, which turns energies by rounding from step to step."""
+    ours, data = model(mode), crystal(torch.float64)
+    (energy, forces), again = evaluated(ours, data), evaluated(ours, data)
+    assert torch.equal(energy, again[0])
+    assert torch.equal(forces, again[1])
+
+
 def test_a_precision_reaches_every_convolution():
     uma.register(precision="tf32")
     try:

@@ -24,7 +24,7 @@ import torch
 
 # Imported now: torch.compile can't import the bridge while it traces a call.
 import fusedops._frame.bridge  # noqa: F401
-from fusedops._frame.check import flag, one_of
+from fusedops._frame.check import flag, one_of, traced
 from fusedops._products import linear_products
 from fusedops._swaps import Swap, log, of, start, stop
 from fusedops.compat._edges import edges_of
@@ -36,6 +36,7 @@ from fusedops.wigner import (
     edge_degree_scatter,
     node_to_edge_wigner_permute,
     permute_wigner_inv_edge_to_node,
+    wigner_d,
 )
 
 __all__ = ["EdgeOps", "ForceStep", "register", "unregister"]
@@ -52,6 +53,12 @@ def _packed(matrices: Any, lmax: int) -> Any:
     """Return the blocks of dense matrices, (E, 1, P)."""
     rows = [slice(l * l, (l + 1) ** 2) for l in range(lmax + 1)]
     return torch.cat([matrices[:, of, of].flatten(1) for of in rows], dim=1).unsqueeze(1)
+
+
+def _frames(lmax: int, edge_vec: Any) -> tuple[Any, Any]:
+    """Return the matrices of edges, packed; on the way back they are read transposed."""
+    matrices = wigner_d(edge_vec, lmax, packed=True).unsqueeze(1)
+    return matrices, matrices
 
 
 class _Convolution(SO2Convolution):
@@ -107,6 +114,103 @@ class _Radial(torch.nn.Module):
             return self.net(inputs)
 
 
+def _centred(x: Any, factors: Any) -> Any:
+    """Return rows (N, K, C) times a factor each, and the first row less its mean."""
+    y = x * factors
+    y[:, 0] -= y[:, 0].mean(-1, keepdim=True)
+    return y
+
+
+class _Centred(torch.autograd.Function):
+    """`_centred`, which is its own adjoint."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(_centred)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keep the factors."""
+        ctx.save_for_backward(inputs[1])
+        ctx.save_for_forward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        """Return the cotangent of the rows."""
+        return _Centred.apply(dy, *ctx.saved_tensors), None
+
+    @staticmethod
+    def jvp(ctx: Any, tx: Any, _: Any) -> Any:
+        """Return the tangent of the rows."""
+        return _Centred.apply(tx, *ctx.saved_tensors)
+
+
+class _Norm(torch.nn.Module):
+    """fairchem's ``EquivariantRMSNormArraySphericalHarmonicsV2`` by torch's normalization.
+
+    In the mean square each degree weighs as much as any other, whatever its number of rows. So rows
+    are multiplied by the root of their weight before, and their weight is divided by it after.
+    """
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__()
+        self.affine_weight, self.affine_bias = theirs.affine_weight, theirs.affine_bias
+        self.eps = theirs.eps
+        self.register_buffer("expand_index", theirs.expand_index, persistent=False)
+        weights = theirs.balance_degree_weight
+        self.register_buffer("factors", (len(weights) * weights).sqrt(), persistent=False)
+
+    def forward(self, node_input: Any) -> Any:
+        """Return the normalized features."""
+        with torch.autocast(node_input.device.type, enabled=False):
+            weight = self.affine_weight.index_select(0, self.expand_index) / self.factors
+            # torch.compile has no rule for such a function.
+            centred = _centred if traced() else _Centred.apply
+            x = centred(node_input, self.factors)
+            x = torch.nn.functional.rms_norm(x, weight.shape, weight, self.eps)
+            return x + _first(self.affine_bias, len(weight))
+
+
+def _norm(theirs: Any) -> Any:
+    """Return a norm with the parameters of fairchem's, or theirs if it has no bias or weights."""
+    parts = theirs.affine_bias, theirs.balance_degree_weight
+    return theirs if any(part is None for part in parts) else _Norm(theirs)
+
+
+class _Linear(torch.nn.Module):
+    """fairchem's ``SO3_Linear``, whose bias is added by the products."""
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__()
+        self.weight, self.bias = theirs.weight, theirs.bias
+        self.register_buffer("expand_index", theirs.expand_index, persistent=False)
+
+    def forward(self, input_embedding: Any) -> Any:
+        """Return the features of the next layer."""
+        weight = self.weight.index_select(0, self.expand_index).mT
+        bias = _first(self.bias, len(weight)).unsqueeze(1)
+        found = torch.baddbmm(bias, input_embedding.transpose(0, 1), weight)
+        return found.transpose(0, 1).contiguous()
+
+
+class _Atomwise(torch.nn.Module):
+    """fairchem's ``SpectralAtomwise``, whose gates are one product of all nodes' rows."""
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__()
+        self.scalar_mlp, self.act = theirs.scalar_mlp, theirs.act
+        self.so3_linear_1, self.so3_linear_2 = theirs.so3_linear_1, theirs.so3_linear_2
+
+    def forward(self, x: Any) -> Any:
+        """Return the features of the next layer."""
+        gates = self.scalar_mlp(x[:, 0])
+        return self.so3_linear_2(self.act(gates, self.so3_linear_1(x)))
+
+
+def _first(row: Any, count: int) -> Any:
+    """Return a row and rows of zeros."""
+    return torch.nn.functional.pad(row.unsqueeze(0), (0, 0, 0, count - 1))
+
+
 class _Gates(torch.nn.Module):
     """fairchem's ``GateActivation``, by `fusedops.gate_activation`."""
 
@@ -128,7 +232,22 @@ LAYERS: dict[str, Any] = {
     "SO2_Conv2_InternalBlock": _convolution,
     "GateActivation": _Gates,
     "RadialMLP": _Radial,
+    "EquivariantRMSNormArraySphericalHarmonicsV2": _norm,
+    "SO3_Linear": _Linear,
+    "SpectralAtomwise": _Atomwise,
 }
+
+
+def replace_layers(model: Any, precision: str | None) -> None:
+    """Put ours in the place of fairchem's layers in a model."""
+    # Layers within layers first.
+    for parent in reversed(list(model.modules())):
+        for name, theirs in list(parent.named_children()):
+            ours = LAYERS.get(type(theirs).__name__)
+            if ours is not None:
+                setattr(parent, name, made := ours(theirs))
+                if hasattr(made, "precision"):
+                    made.precision = precision
 
 
 def _fits(edgewise: Any) -> bool:
@@ -161,7 +280,8 @@ class EdgeOps:
 
     They serve any lmax, mmax and number of channels, on CPUs and GPUs, with derivatives of any
     order. A model that fairchem prepares for inference gets our SO(2) convolutions and gates too,
-    and our products in the networks of radial functions.
+    our products in the networks of radial functions, matrices by `fusedops.wigner_d`, and norms and
+    linear layers of fewer operations.
     `register` makes backends of this class and fairchem's own.
 
     Attributes
@@ -198,13 +318,15 @@ class EdgeOps:
     mmax: int | None = None
     supports_fused_edgewise = False
     precision: str | None = None
+    #: Whether the way back reads the matrices of the way forth, transposed.
+    transpose = False
     #: The backend that fairchem has for the mode.
     theirs: Any
     #: Counts the calls of rotations in the mode.
     swap: Swap | None = None
 
     def prepare_model_for_inference(self, model: Any) -> None:
-        """Let fairchem prepare a model, and replace SO(2) convolutions, gates, radial functions.
+        """Let fairchem prepare a model, and replace its matrices of edges and most of its layers.
 
         Ours share their parameters. Layers whose weights are mixtures of experts stay.
 
@@ -222,13 +344,8 @@ class EdgeOps:
         True
         """
         super().prepare_model_for_inference(model)  # type: ignore[misc]
-        for parent in list(model.modules()):
-            for name, theirs in list(parent.named_children()):
-                ours = LAYERS.get(type(theirs).__name__)
-                if ours is not None:
-                    setattr(parent, name, made := ours(theirs))
-                    if hasattr(made, "precision"):
-                        made.precision = self.precision
+        replace_layers(model, self.precision)
+        model._get_rotmat_and_wigner = functools.partial(_frames, model.lmax)
         layers = [getattr(block, "edge_wise", None) for block in getattr(model, "blocks", ())]
         self.supports_fused_edgewise = bool(layers) and all(map(_fits, layers))
 
@@ -263,10 +380,12 @@ class EdgeOps:
         """
         lmax = mappingReduced.lmax
         mmax = None if mappingReduced.mmax == lmax else mappingReduced.mmax
-        # A model has one, and torch.compile traces again after an assignment.
+        # A model has one of each, and torch.compile traces again after an assignment.
         if mmax != self.mmax:
             self.mmax = mmax
-        if wigner.ndim == 2:
+        if self.transpose != (wigner is wigner_inv):
+            self.transpose = wigner is wigner_inv
+        if wigner.ndim == 2 or wigner.shape[1] == 1:
             return wigner, wigner_inv
         return _packed(wigner, lmax), _packed(wigner_inv, lmax)
 
@@ -481,7 +600,12 @@ class EdgeOps:
         """
         edges = edges_of(scatter_target, num_nodes, node_offset)
         return permute_wigner_inv_edge_to_node(
-            x_message, edges, _matrices(wigner_inv), num_nodes, mmax=self.mmax
+            x_message,
+            edges,
+            _matrices(wigner_inv),
+            num_nodes,
+            mmax=self.mmax,
+            transpose=self.transpose,
         )
 
     @_counted
@@ -530,7 +654,12 @@ class EdgeOps:
         radial = radial_output.reshape(-1, m_0_num_coefficients, sphere_channels)
         edges = edges_of(scatter_target, x.shape[0], node_offset)
         return edge_degree_scatter(
-            x, radial, edges, _matrices(wigner_inv), rescale_factor=rescale_factor
+            x,
+            radial,
+            edges,
+            _matrices(wigner_inv),
+            rescale_factor=rescale_factor,
+            transpose=self.transpose,
         )
 
 
