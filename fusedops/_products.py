@@ -22,9 +22,9 @@ PLAIN = torch.Tensor, torch.nn.Parameter
 #: The fewest multiplications of a layer that are worth a longer call on a CPU.
 MANY = 1 << 22
 
-#: The fewest multiplications, and results of a row, of a layer that repays splitting rows on a GPU;
-#: and the fewest numbers of a row that repay it if there are gradients. With fewer
-#: `gpukern.products.repay` leaves it to torch, after a longer call.
+#: The fewest multiplications of a layer, and results of a row, that repay splitting rows on a GPU.
+#: Where there are gradients a row needs so many results or numbers, and 128 of both. With fewer,
+#: `gpukern.products` leaves products to torch, after a longer call.
 REPAID = 1 << 31, 160
 TRAINED = 128
 
@@ -83,9 +83,9 @@ def _repays(given: tuple[Any, ...]) -> bool:
         return products >= MANY
     least, results = REPAID
     trains = torch.is_grad_enabled() and any(a.requires_grad for a in given)
-    many = products >= least and len(weight) >= results
-    short = trains and weight.shape[1] < TRAINED
-    return input.is_cuda and many and not (short or allows_tf32())
+    few, many = sorted(weight.shape) if trains else (TRAINED, len(weight))
+    repaid = products >= least and many >= results and few >= TRAINED
+    return input.is_cuda and repaid and not allows_tf32()
 
 
 def linear_products(x: torch.Tensor, backend: BackendName | None = None) -> Any:

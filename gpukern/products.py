@@ -114,8 +114,12 @@ class Halves(NamedTuple):
 def repay(device: Any, batches: int, M: int, N: int, K: int, ready: bool = False) -> bool:
     """Return whether a product of halves takes less time, also if halves aren't `ready`."""
     work = 2 * batches * M * N * K
-    split = 0 if ready else _WORK_OF_ONE * batches * (M + N) * K
-    return not is_small(device) and K >= LEAST and work >= max(_WORK, split)
+    return K >= LEAST and _repays(device, work, 0 if ready else batches * (M + N) * K)
+
+
+def _repays(device: Any, work: int, numbers: int) -> bool:
+    """Return whether work by halves takes less time, splitting some numbers included."""
+    return not is_small(device) and work >= max(_WORK, _WORK_OF_ONE * numbers)
 
 
 @triton.jit
@@ -798,6 +802,11 @@ class Factor:
             self._halves = split_blocks(*self._given, self._sums)
         return self._halves
 
+    @property
+    def ready(self) -> bool:
+        """Whether there are halves already."""
+        return self._halves is not None
+
     def keep(self, halves: Any, scales: Any) -> None:
         """Take halves by blocks that are written otherwise."""
         self._halves = Halves(halves, scales, (1, *self.shape), 2, 1, strict=True, block=BLOCK)
@@ -844,8 +853,29 @@ def sums_halves(a: Factor, b: Factor, precision: str) -> bool:
     return _is_split(precision, a, a.shape[1], b.shape[1], a.shape[0])
 
 
+def split_for_both(a: Factor, columns: int, precision: str) -> None:
+    """Make halves of a factor of two products, where both together repay them.
+
+    One product has so many columns. The other is a sum over the factor's rows and as many of a
+    factor that has so many columns.
+    """
+    rows, terms = a.shape
+    if _halves_serve(precision, a) and terms >= LEAST <= rows:
+        # Of each product, halves of both factors are half of the numbers.
+        work, numbers = 2 * rows * terms * columns, rows * (terms + columns) // 2
+        if _repays(a.device, work, numbers):
+            a.halves  # noqa: B018
+
+
 def _is_split(precision: str, a: Factor, M: int, N: int, K: int) -> bool:
-    """Return whether a product is made of halves."""
-    if precision != "float32" or a.dtype != torch.float32:
+    """Return whether a product is made of halves, of which `a` may have its own already."""
+    if not _halves_serve(precision, a) or K < LEAST:
         return False
-    return of_float32(a.device) == EMULATED and repay(a.device, 1, M, N, K)
+    return _repays(a.device, 2 * M * N * K, (N if a.ready else M + N) * K)
+
+
+def _halves_serve(precision: str, a: Factor) -> bool:
+    """Return whether halves make products of the factor as exact as asked."""
+    return (
+        precision == "float32" and a.dtype == torch.float32 and of_float32(a.device) == EMULATED
+    )

@@ -20,7 +20,17 @@ tl = pytest.importorskip("triton.language")
 
 from gpukern import products  # noqa: E402
 from gpukern.precision import EMULATED, of_float32  # noqa: E402
-from gpukern.products import LEAST, multiply_halves, split, split_blocks, split_by_most  # noqa: E402
+from gpukern.products import (  # noqa: E402
+    LEAST,
+    Factor,
+    multiply,
+    multiply_halves,
+    split,
+    split_blocks,
+    split_by_most,
+    split_for_both,
+    sum_over_rows,
+)
 from gpukern.trimul.plan import Types  # noqa: E402
 from gpukern.trimul.products import products as multiply_emulated  # noqa: E402
 
@@ -260,6 +270,26 @@ def test_hopper_leaves_rows_that_halves_do_not_serve(parts, add, monkeypatch):
     multiply_halves(left, right, out, parts=parts, add=add)
     assert (out[~lost] == 7).all()
     torch.testing.assert_close(out[lost], want[lost] + 7 * add, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("terms", [96, 320])
+def test_halves_that_only_both_products_repay(terms, monkeypatch):
+    """Rows, and a sum over rows, share halves of a factor; a product alone makes none."""
+    monkeypatch.setattr(products, "of_float32", lambda device: EMULATED)
+    monkeypatch.setattr(products, "_WORK", 0)
+    torch.manual_seed(9)
+    rows, columns = 512, 128
+    a, b = torch.randn(rows, terms), torch.randn(rows, columns)
+    weight, out = torch.randn(terms, columns), torch.empty(rows, columns)
+    factor, other = Factor(a), Factor(b)
+    multiply(out, factor, weight, "float32")
+    assert not factor.ready
+    split_for_both(factor, columns, "float32")
+    assert factor.ready == (terms == 320)
+    multiply(out, factor, weight, "float32")
+    sums = sum_over_rows(factor, other, "float32")
+    assert other.ready == (terms == 320)
+    assert max(*errors(out, a, weight)[:1], *errors(sums, a.T, b)[:1]) < 5e-7
 
 
 @pytest.mark.gpu
