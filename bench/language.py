@@ -64,8 +64,10 @@ def jet(device: str) -> Step:
     )
 
 
-def jet_block(device: str) -> Step:
+def jet_block(device: str, dtype: str | None = None) -> Step:
     """Jet-Nemotron's block, projection to projection: training, prefill and decoding."""
+    dtype = dtype or dtype_on(device)
+    block = partial(_block, dtype=dtype)
     if device == "cpu":
         sizes = [("training", 1, 256, True), ("prefill", 1, 4096, False)]
     else:
@@ -77,13 +79,13 @@ def jet_block(device: str) -> Step:
         tuple(
             Case(
                 name,
-                partial(_block, B, T, 12, 1536, training),
+                partial(block, B, T, 12, 1536, training),
                 quick=B == 1 and (training or T == 1),
             )
             for name, B, T, training in sizes
         ),
         tuple(
-            Case(name, partial(_block, B, T, 12, 256, training))
+            Case(name, partial(block, B, T, 12, 256, training))
             for name, B, T, training in (
                 # fla's kernels depend on the number of heads; training is refused below 65 tokens.
                 ("training", 1, 70, True),
@@ -93,14 +95,19 @@ def jet_block(device: str) -> Step:
         ),
         # Relative to the largest element of the result or of each gradient; in 16 bits every
         # intermediate result is rounded.
-        1e-5 if device == "cpu" else 0.1,
+        1e-5 if dtype == "float32" else 0.1,
         lambda problem: result(_block_by(_formula_of_block, problem, "cpu", "float64").steps()),
         _block_by_module,
         device,
-        dtype_on(device),
+        dtype,
         needs=("torch",),
         hows=(TORCH,),
     )
+
+
+def jet_block_float32(device: str) -> Step:
+    """The same in float32, the dtype of a block that asks for none."""
+    return replace(jet_block(device, "float32"), name="jet_block_float32")
 
 
 def serving(device: str) -> Step:
@@ -140,6 +147,8 @@ KEYS, VALUES = 96, 256
 
 #: The files of Jet-Nemotron's block, as a checkout has them.
 BLOCK = f"{JET}/jet_block.py"
+#: The steps of a block, which have the same peers.
+JET_BLOCK = "jet_block", "jet_block_float32"
 
 
 @dataclass(frozen=True)
@@ -161,6 +170,8 @@ class Layer:
         (B, heads, 96, 256) of a block's delta rule.
     heads : int
         Of a block, each with 96 channels of queries and keys, and 256 of values: D = 256 heads.
+    dtype : str
+        Of a block that is timed.
     """
 
     x: Any
@@ -168,6 +179,7 @@ class Layer:
     training: bool
     states: tuple[Any, ...] = ()
     heads: int = 0
+    dtype: str = "float32"
 
     @property
     def shape(self) -> dict[str, int]:
@@ -323,7 +335,7 @@ def jet_by_its_kernels(problem: Layer, device: str) -> Steps:
     return _jet_by(activated, problem, device, dtype_on(device)).steps()
 
 
-def _block(B: int, T: int, heads: int, C: int, training: bool) -> Layer:
+def _block(B: int, T: int, heads: int, C: int, training: bool, dtype: str = "float32") -> Layer:
     import torch
 
     normal, D = _drawn(T), VALUES * heads
@@ -338,7 +350,7 @@ def _block(B: int, T: int, heads: int, C: int, training: bool) -> Layer:
         "o_proj.weight": normal(C, D, scale=D**-0.5),
     }
     states = (normal(B, D, 4), normal(B, heads, KEYS, VALUES, scale=0.1)) if T == 1 else ()
-    return Layer(normal(B, T, C), parameters, training, states, heads)
+    return Layer(normal(B, T, C), parameters, training, states, heads, dtype)
 
 
 def _block_by(
@@ -430,19 +442,19 @@ def _block_by_module(
     return _block_by(partial(_our_block, backend=backend), problem, device, dtype)
 
 
-@peer("Jet-Nemotron", "jet_block", file=BLOCK, package="fla", devices=("cuda",))
+@peer("Jet-Nemotron", *JET_BLOCK, file=BLOCK, package="fla", devices=("cuda",))
 def jet_block_by_its_kernels(problem: Layer, device: str) -> Steps:
     """Its own block, with the delta rule and the norm of fla."""
     if problem.training and (reason := _no_training()):
         raise Unsuited(reason)
-    return _block_by(_their_block, problem, device, dtype_on(device)).steps()
+    return _block_by(_their_block, problem, device, problem.dtype).steps()
 
 
-@peer("torch eager", "jet_block")
+@peer("torch eager", *JET_BLOCK)
 def jet_block_in_torch(problem: Layer, device: str) -> Steps:
     """Its formulas, with chunks of 64 tokens in the delta rule."""
     make = partial(_formula_of_block, rule=_rule_by_chunks)
-    return _block_by(make, problem, device, dtype_on(device)).steps()
+    return _block_by(make, problem, device, problem.dtype).steps()
 
 
 def _rule_by_tokens(q: Any, k: Any, v: Any, g: Any, beta: Any, S: Any) -> tuple[Any, Any]:

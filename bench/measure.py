@@ -44,6 +44,7 @@ STEPS: dict[str, Callable[[str], Step]] = {
     "pair_float32": steps.pair_float32,
     "jet": language.jet,
     "jet_block": language.jet_block,
+    "jet_block_float32": language.jet_block_float32,
     "serving": language.serving,
     "uma": uma.uma,
 }

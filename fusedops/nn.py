@@ -829,16 +829,17 @@ class JetBlock(torch.nn.Module):
         tokens = tuple(hidden_states.shape[:2])
         decoding = cache is not None and cu_seqlens is None and tokens[1] == 1
         update = output_final_state or decoding
-        if mask is None:
-            return self._attention(hidden_states, cache, update, cu_seqlens)
-        of_shape(name, "mask", mask, tokens)
-        if cu_seqlens is not None:
-            raise ValueError(f"{name}: mask is given; with cu_seqlens it should not be")
-        there = mask != 0
-        starts = torch.nn.functional.pad(there.sum(1).cumsum(0), (1, 0))
-        packed, cache = self._attention(hidden_states[there][None], cache, update, starts)
-        y = packed.new_zeros(*tokens, packed.shape[-1])
-        return y.masked_scatter(there[..., None], packed), cache
+        with linear_products(hidden_states, self.backend):
+            if mask is None:
+                return self._attention(hidden_states, cache, update, cu_seqlens)
+            of_shape(name, "mask", mask, tokens)
+            if cu_seqlens is not None:
+                raise ValueError(f"{name}: mask is given; with cu_seqlens it should not be")
+            there = mask != 0
+            starts = torch.nn.functional.pad(there.sum(1).cumsum(0), (1, 0))
+            packed, cache = self._attention(hidden_states[there][None], cache, update, starts)
+            y = packed.new_zeros(*tokens, packed.shape[-1])
+            return y.masked_scatter(there[..., None], packed), cache
 
     def _attention(
         self,

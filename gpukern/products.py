@@ -876,6 +876,4 @@ def _is_split(precision: str, a: Factor, M: int, N: int, K: int) -> bool:
 
 def _halves_serve(precision: str, a: Factor) -> bool:
     """Return whether halves make products of the factor as exact as asked."""
-    return (
-        precision == "float32" and a.dtype == torch.float32 and of_float32(a.device) == EMULATED
-    )
+    return precision == "float32" and a.dtype == torch.float32 and of_float32(a.device) == EMULATED

@@ -179,7 +179,7 @@ def test_a_peer_of_static_kernels(name):
 def test_a_case_that_is_left_out_is_told_once(monkeypatch, capsys):
     """A table follows every case, here of none."""
 
-    def unsuited(*sizes):
+    def unsuited(*sizes, **options):
         raise Unsuited("no machine is large enough")
 
     monkeypatch.setattr(language, "_block", unsuited)
@@ -280,11 +280,10 @@ def test_a_block_keeps_its_state_where_it_is(checkout):
 
 @pytest.mark.usefixtures("checkout")
 @pytest.mark.parametrize("tokens", [5, 1], ids=["training", "decoding"])
-def test_a_jet_block_is_that_of_jet_nemotrons_formulas(monkeypatch, tokens):
+def test_a_jet_block_is_that_of_jet_nemotrons_formulas(tokens):
     """By our module, by a block of a checkout, and by torch with chunks of tokens."""
-    problem = language._block(2, tokens, 2, 8, tokens > 1)
+    problem = language._block(2, tokens, 2, 8, tokens > 1, "float64")
     formula = language._block_by(language._formula_of_block, problem, "cpu", "float64").steps()
-    monkeypatch.setattr(language, "dtype_on", lambda device: "float64")
     programs = [
         language._block_by_module(problem, "torch", "cpu", "float64", None).steps(),
         language.jet_block_by_its_kernels(problem, "cpu"),

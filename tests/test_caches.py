@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 import fusedops  # noqa: E402
 import fusedops.nn  # noqa: E402
 from formulas import gradients as gradients_by  # noqa: E402
+from fusedops import _products  # noqa: E402
 from fusedops.nn import DynamicShortConvolution, JetBlock  # noqa: E402
 
 F = torch.nn.functional
@@ -729,3 +730,24 @@ def test_tokens_of_padding_are_as_if_they_were_not_there(dtype):
             alone, row = block(x[b : b + 1, :1], cache=row)
             torch.testing.assert_close(y[b], alone[0], **TOLERANCE)
         torch.testing.assert_close(rows(cache, b), row, **TOLERANCE)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_block_has_our_products_of_float32(monkeypatch, masked):
+    """As on a GPU: seven layers of tokens, the generator's apart."""
+    served, ours = [], _products.LinearProducts._linear
+    note = staticmethod(lambda *given: served.append(given) or ours(*given))
+    monkeypatch.setattr(_products.LinearProducts, "_linear", note)
+    monkeypatch.setattr(_products, "_repays", lambda given: True)
+    block, x = jet(torch.float32), torch.randn(2, 5, C, requires_grad=True)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]]) if masked else None
+    want = block(x, mask)[0]
+    assert not served, "a CPU has torch's products"
+    leaves = x, *block.parameters()
+    wanted = torch.autograd.grad(want.square().sum(), leaves)
+    always = _products.LinearProducts()
+    monkeypatch.setattr(fusedops.nn, "linear_products", lambda x, backend: always)
+    found = block(x, mask)[0]
+    assert len(served) >= 7
+    gradients = torch.autograd.grad(found.square().sum(), leaves)
+    torch.testing.assert_close((found, *gradients), (want, *wanted), rtol=1e-4, atol=1e-4)
