@@ -48,10 +48,12 @@ _FASTER = {
     aten.add.Tensor: torch.add,
     aten.baddbmm.out: torch.baddbmm,
     aten.bmm.default: torch.bmm,
+    aten.bmm.out: torch.bmm,
     aten.cat.default: torch.cat,
     aten.clone.default: torch.clone,
     aten.copy_.default: torch.Tensor.copy_,
     aten.mm.default: torch.mm,
+    aten.mm.out: torch.mm,
     aten.stack.default: torch.stack,
     aten.sum.dim_IntList: torch.sum,
     aten.zero_.default: torch.Tensor.zero_,
@@ -178,7 +180,7 @@ class _Recorder(TorchDispatchMode):
             self.steps.append(_Call(None, memory, {}, numbers))
             return
         if self.tf32 is not None:
-            function = functools.partial(_switched, self.tf32, function)
+            function = functools.partial(_switched, self.tf32, _FASTER.get(function, function))
         refs = [self._refs(value) for value in args]
         named = {name: self._refs(value) for name, value in options.items()}
         self.steps.append(_Call(function, refs, named, numbers))

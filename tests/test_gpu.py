@@ -517,8 +517,11 @@ def test_a_small_triangle_takes_three_launches(monkeypatch, dtype, precision, ga
     assert 1 <= len(launched) <= 3, launched
 
 
-@pytest.mark.parametrize(("dtype", "precision"), [("float32", "fp16"), ("bfloat16", None)])
-def test_updates_of_many_channels_are_replayed(monkeypatch, fresh_plans, dtype, precision):
+@pytest.mark.parametrize("N", [250, 256])
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("float32", "fp16"), ("float32", "ieee"), ("bfloat16", None)]
+)
+def test_updates_of_many_channels_are_replayed(monkeypatch, fresh_plans, dtype, precision, N):
     from gpukern import tape
 
     recorded, replays = tape._recorded, []
@@ -528,7 +531,7 @@ def test_updates_of_many_channels_are_replayed(monkeypatch, fresh_plans, dtype, 
         return replays[-1]
 
     monkeypatch.setattr(tape, "_recorded", noted)
-    update, leaves, cotangent = triangle(dtype, precision, "output", "outgoing", (1, 256, 384, 128))
+    update, leaves, cotangent = triangle(dtype, precision, "output", "outgoing", (1, N, 384, 128))
     want = triangle_and_gradients(update, leaves, cotangent)
     elsewhere = {name: leaf.detach().clone().requires_grad_() for name, leaf in leaves.items()}
     got = triangle_and_gradients(update, elsewhere, cotangent)

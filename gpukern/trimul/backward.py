@@ -467,7 +467,8 @@ def _end_back(update: Update, kept: Any, gate: Any, dout: Any, dp: Any, dgate: A
         torch.mul(dout, gate, out=given)
         value *= given
         torch.addcmul(value, value, gate, value=-1, out=dgate[:, :, :N])
-        dgate[:, :, N:] = 0
+        # As an item that is set, a number would go by the CPU, and the call would have no tape.
+        dgate[:, :, N:].zero_()
     elif dp.data_ptr() != dout.data_ptr():
         dp.copy_(dout.view(dp.shape))
     dkept = update.new(*rows.shape)

@@ -31,8 +31,9 @@ if has_gluon():
 # Rows that repay a pass of their own: to normalize x, to round weights, or on Hopper to fill shared
 # memory with weights.
 MANY = 1 << 16
-# Rows up to which a backward pass is bound by the host.
-FEW = 1 << 14
+# Rows up to which a backward pass is bound by the host; and up to which our own products of float32
+# itself take less time than torch's.
+FEW, FEW_EXACT = 1 << 14, 1 << 12
 # The most channels that a projection normalizes itself.
 CHANNELS = 128
 # The fewest groups of eight lines that are worth a part of an update.
@@ -189,13 +190,14 @@ class Update:
                 self.mask = self.mask.contiguous()
         # In float16 o is a mean over edges, since a sum may overflow.
         self.shift = -round(math.log2(max(self.N, 1))) if self.dtype == torch.float16 else 0
-        self.few = self.B * self.L * self.N <= FEW and self.dtype != torch.float64
+        exact_float32 = self.dtype == torch.float32 and not self.fast
+        few = FEW_EXACT if exact_float32 else FEW
+        self.few = self.B * self.L * self.N <= few and self.dtype != torch.float64
         self.small = is_small(x.device)
         # Whether products of float32 are made of halves.
         self.halved = self.emulated and not (self.few or self.small)
         self.halved_sides = self.halved and repay(x.device, self.H, *[self.N] * 3, ready=True)
         # Whether torch multiplies float32 itself, between kernels of ours. That takes memory.
-        exact_float32 = self.dtype == torch.float32 and not self.fast
         self.apart = exact_float32 and not (self.few or self.limit)
         # Whether our own kernel makes the products.
         self.ours = self.few or (self.dtype == torch.float32 and not self.apart)

@@ -42,6 +42,9 @@ from gpukern.so2.triton import scale_messages, unscale_messages
 
 # Channels that a program takes, and elements of a warp's tile of edges and channels.
 _CHANNELS, _TILE = 128, 128
+# The same where nodes are few, so that tiles have more edges; and the nodes from which on there are
+# many, without and with gradients of the matrices.
+_FEW_CHANNELS, _FEW, _FEW_WITH_DOTS = 32, 4096, 600
 # Rows of a node that a program has in registers.
 _ROWS = 9
 # The same, and the width of its tile, if it forms the gradient of the matrices too.
@@ -626,15 +629,15 @@ def _runs(lmax: int, rows: int) -> list[tuple[int, int]]:
     return found
 
 
-def _tiling(channels: int, float64: bool, most: int, vector: bool) -> tuple[int, int, int, int]:
+def _tiling(block: int, float64: bool, most: int, vector: bool) -> tuple[int, int, int, int]:
     """Return a tile's channels, up to `most`, a program's tiles and edges, and a lane's channels.
 
     One load brings a lane's channels: sums over them need no other lane, and every lane would round
     in its own way.
     """
     elements = _TILE // 2 if float64 else _TILE
-    width = min(most, elements, power(channels, 16))
-    tiles = max(1, -(-min(_CHANNELS, channels) // width))
+    width = min(most, elements, power(block, 16))
+    tiles = max(1, -(-block // width))
     return width, tiles, elements // width, elements // 32 if vector else 1
 
 
@@ -724,8 +727,10 @@ def edge_wigner(a: Any, y: Any) -> None:
     functions = function_rows(lmax, mmax)
     constants = offsets, message_rows(lmax, mmax), functions, lmax, mmax, channels
     layout = ends, edges is None, packed, back, kind
-    blocks = -(-channels // _CHANNELS)
-    tile = _tiling(channels, float64, _CHANNELS, vector)
+    few = dx is not None and dx.shape[0] < (_FEW_WITH_DOTS if products else _FEW)
+    block = min(_FEW_CHANNELS if few else _CHANNELS, max(1, channels))
+    blocks = -(-channels // block)
+    tile = _tiling(block, float64, _CHANNELS, vector)
     parts = None
     if dwigner is not None:
         parts = wigner.new_empty(
@@ -753,8 +758,8 @@ def edge_wigner(a: Any, y: Any) -> None:
             )  # fmt: skip
         if dx is not None and dx.numel():
             lists = source_ptr, by_source, target_ptr, by_target
-            few = by_node and high**2 - low**2 <= _ROWS_WITH_DOTS
-            shape = _tiling(channels, float64, _WIDTH_WITH_DOTS, vector) if few else tile
+            small = by_node and high**2 - low**2 <= _ROWS_WITH_DOTS
+            shape = _tiling(block, float64, _WIDTH_WITH_DOTS, vector) if small else tile
             launch(
                 _by_node[vector],
                 dx.shape[0] * blocks,
