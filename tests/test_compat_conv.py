@@ -228,6 +228,7 @@ def test_gradients_of_numbered_sequences_below_autograd():
 
 
 X, STATE, WEIGHT = torch.ones(2, 8, 5), torch.ones(2, 8, 3), torch.ones(8, 4)
+ONES = torch.ones(16)
 NUMBERS, MODULE = torch.zeros(2, 5, dtype=torch.int32), fla.ShortConvolution(8, 4)
 BACK = dict.fromkeys(["bias", "seq_idx", "initial_states", "dfinal_states", "dx"])
 BACK |= {"dout": X, "return_dinitial_states": False, "silu_activation": True}
@@ -291,6 +292,15 @@ BAD += [
         )
         for cache in (torch.ones(2, 8, 4).bfloat16(),)
         for step in (MODULE, MODULE.step, fla.causal_conv1d_update)
+    ),
+    *(
+        (
+            fla.causal_conv1d_update,
+            {"x": x, "cache": torch.ones(2, 8, 4)},
+            ValueError,
+            r"x has shape .* it should be \(N, D\)",
+        )
+        for x in (ONES.view(8, 2), ONES.view(1, 16), ONES.view(1, 1, 16), ONES)
     ),
 ]
 

@@ -232,7 +232,8 @@ def causal_conv1d_update(
     need_state(name, "cache", cache, x)
     one_of(name, "activation", activation, ACTIVATIONS)
     count = len(cache)
-    if x.numel() != count * len(weight) or (x.ndim > 2 and 1 not in x.shape[:2]):
+    leads = ((count, 1), (1, count)) if x.ndim > 2 else ((count, len(weight)),)
+    if tuple(x.shape[:2]) not in leads or x.numel() != count * len(weight):
         raise ValueError(
             f"{name}: x has shape {tuple(x.shape)}; it should be (N, D), (N, 1, D) or (1, N, D), "
             f"with N = {count} and D = {len(weight)}, as cache has"
