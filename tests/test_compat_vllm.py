@@ -155,6 +155,19 @@ def test_tensors_that_can_not_be_written_to():
     with pytest.raises(ValueError, match="intermediate_conv_window was made in inference mode"):
         sglang.causal_conv1d_update(x, states, weight, conv_state_indices=slots, **windows)
     assert torch.equal(states, before)
+    with torch.inference_mode():
+        states = before.clone()
+    starts = torch.tensor([0, 1, 2])
+    with pytest.raises(ValueError, match="conv_state was made in inference mode"):
+        vllm.causal_conv1d_update(
+            x, states, weight, conv_state_indices=slots, query_start_loc=starts
+        )
+    for program in (vllm, sglang):
+        with pytest.raises(ValueError, match="conv_states was made in inference mode"):
+            program.causal_conv1d_fn(
+                x.mT, weight, None, conv_states=states, query_start_loc=starts, cache_indices=slots
+            )
+    assert torch.equal(states, before)
 
 
 @pytest.mark.parametrize("tokens", [None, 3])

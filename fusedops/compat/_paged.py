@@ -21,6 +21,7 @@ from fusedops._frame.check import (
     one_of,
     same_device,
     traced,
+    writable,
 )
 from fusedops.compat.causal_conv1d import need_floats, need_integers, need_tensor
 from fusedops.conv import ACTIVATIONS, Activation
@@ -94,6 +95,7 @@ def _need(
             "one fewer than weight has taps"
         )
     no_overlap(op, cache_name, states)
+    writable(op, cache_name, states)
     need_integers(op, "query_start_loc", starts, ("B + 1",), x)
     if not len(starts):
         raise ValueError(f"{op}: query_start_loc has shape (0,); it should be (B + 1,)")
