@@ -170,6 +170,28 @@ def test_tensors_that_can_not_be_written_to():
     assert torch.equal(states, before)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_graph_without_breaks(dynamic):
+    """Every run of a graph reads the boundaries and the slots anew."""
+    weight, states, goes_on = random(D, W), random(5, D, W + 1), torch.tensor([True, False])
+
+    def served(x, states, starts, slots):
+        first = sglang.causal_conv1d_fn(x, weight, None, starts, slots, goes_on, states)
+        second = vllm.causal_conv1d_fn(x, weight, None, states, starts, slots, goes_on)
+        third = vllm.causal_conv1d_update(
+            x.mT.clone(), states, weight, None, "silu", slots, slots.clamp(1, 2), starts
+        )
+        return first, second, third
+
+    compiled = torch.compile(served, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for starts, slots in (((0, 2, 5), (3, 1)), ((0, 3, 4), (-1, 2))):
+        x, own, other = random(D, 6), states.clone(), states.clone()
+        given = torch.tensor(starts, dtype=torch.int32), torch.tensor(slots)
+        found, want = compiled(x, own, *given), served(x, other, *given)
+        torch.testing.assert_close((*found, own), (*want, other))
+
+
 @pytest.mark.parametrize("tokens", [None, 3])
 def test_sglang_keeps_the_states_between_tokens(tokens):
     x = random(3, D) if tokens is None else random(3, D, tokens)

@@ -48,8 +48,11 @@ def put(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, kept: torc
     cache[where] = torch.where(kept.any(), rows[source].to(cache.dtype), cache[where])
 
 
-def _sequences(starts: torch.Tensor, tokens: int) -> fusedops.Sequences:
+def _sequences(starts: torch.Tensor, tokens: int) -> fusedops.Sequences | torch.Tensor:
     """Return the sequences, and the tokens that follow the last one as one more sequence."""
+    if traced():
+        # The op reads the boundaries in each run of the graph.
+        return torch.nn.functional.pad(starts.long(), (0, 1), value=tokens)
 
     def make() -> fusedops.Sequences:
         all_starts = torch.nn.functional.pad(starts.long(), (0, 1), value=tokens)

@@ -18,7 +18,7 @@ import fusedops._frame.needs_torch  # noqa: F401
 
 import torch
 
-from fusedops._frame.check import flag, no_overlap, of_shape, writable
+from fusedops._frame.check import flag, no_overlap, of_shape, traced, writable
 from fusedops.compat import causal_conv1d
 from fusedops.compat._paged import convolved, decoded, named
 from fusedops.compat.causal_conv1d import (
@@ -229,7 +229,8 @@ def causal_conv1d_update(
     flag(op, "validate_data", validate_data)
     written = out
     # A write to x would leave the gradient of its old values, or be refused by torch too late.
-    kept = x.requires_grad or (x.is_inference() and not torch.is_inference_mode_enabled())
+    inference = not traced() and x.is_inference() and not torch.is_inference_mode_enabled()
+    kept = x.requires_grad or inference
     if out is None and x.dtype == conv_state.dtype and not kept:
         written = x
     if out is not None:
