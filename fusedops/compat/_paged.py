@@ -99,7 +99,6 @@ def _need(
         )
     no_overlap(op, cache_name, states)
     writable(op, cache_name, states)
-    need_integers(op, "query_start_loc", starts, ("B + 1",), x)
     if not len(starts):
         raise ValueError(f"{op}: query_start_loc has shape (0,); it should be (B + 1,)")
     B = len(starts) - 1
@@ -224,9 +223,9 @@ def decoded(
         each = x.shape[2] if x.ndim == 3 else 1
         starts = torch.arange(len(x) + 1, device=x.device) * each
     else:
-        need_tensor(op, "query_start_loc", starts)
+        need_integers(op, "query_start_loc", starts, ("B + 1",), x)
         of_shape(op, "x", x, ("T", "D"))
-    every = torch.arange(len(starts) - 1, device=x.device)
+    every = torch.arange(max(len(starts) - 1, 0), device=x.device)
     out = convolved(
         op,
         tokens,

@@ -119,7 +119,7 @@ def causal_conv1d_fn(
         tokens = x.mT.flatten(0, 1)
         starts = torch.arange(len(x) + 1, device=x.device) * x.shape[2]
     else:
-        need_tensor(op, "query_start_loc", query_start_loc)
+        need_integers(op, "query_start_loc", query_start_loc, ("B + 1",), x)
         of_shape(op, "x", x, ("D", "T"))
         tokens, starts = x.mT, query_start_loc
     count = max(len(starts) - 1, 0)

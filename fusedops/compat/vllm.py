@@ -111,7 +111,7 @@ def causal_conv1d_fn(
     need_tensor(op, "conv_states", conv_states)
     need_floats(op, x, weight=weight, conv_states=conv_states)
     of_shape(op, "x", x, ("D", "T"))
-    need_tensor(op, "query_start_loc", query_start_loc)
+    need_integers(op, "query_start_loc", query_start_loc, ("B + 1",), x)
     need_number(op, "pad_slot_id", pad_slot_id)
     need_number(op, "null_block_id", null_block_id)
     flag(op, "validate_data", validate_data)
@@ -225,6 +225,7 @@ def causal_conv1d_update(
     if x.ndim != 3:
         of_shape(op, "x", x, ("B", "D"))
     of_shape(op, "weight", weight, (x.shape[1], "W"))
+    of_shape(op, "conv_state", conv_state, ("N", x.shape[1], "L"))
     need_number(op, "null_block_id", null_block_id)
     flag(op, "validate_data", validate_data)
     written = out
