@@ -305,6 +305,15 @@ BAD += [
 ]
 
 
+TAPLESS = {"weight": WEIGHT[:, :0]}, ValueError, "weight has shape .8, 0.; it should have at lea"
+BAD += [
+    (causal_conv1d.causal_conv1d_fn, *TAPLESS),
+    (causal_conv1d.causal_conv1d_bwd_function, BACK | TAPLESS[0], *TAPLESS[1:]),
+    (fla.causal_conv1d, TAPLESS[0] | {"x": X.mT}, *TAPLESS[1:]),
+    (fla.causal_conv1d_update, TAPLESS[0] | {"cache": STATE}, *TAPLESS[1:]),
+]
+
+
 @pytest.mark.parametrize(("function", "given", "error", "message"), BAD)
 def test_bad_arguments(function, given, error, message):
     weight = {} if function in (MODULE, MODULE.step) else {"weight": WEIGHT}

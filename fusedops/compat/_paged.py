@@ -23,7 +23,7 @@ from fusedops._frame.check import (
     traced,
     writable,
 )
-from fusedops.compat.causal_conv1d import need_floats, need_integers, need_tensor
+from fusedops.compat.causal_conv1d import need_floats, need_integers, need_tensor, need_weight
 from fusedops.conv import ACTIVATIONS, Activation
 from fusedops.conv.plan import check_slots
 
@@ -83,10 +83,7 @@ def _need(
     need_floats(op, x, weight=weight, bias=bias, **cache)
     ((cache_name, states),) = cache.items()
     D = x.shape[1]
-    of_shape(op, "weight", weight, (D, "W"))
-    W = weight.shape[1]
-    if not W:
-        raise ValueError(f"{op}: weight has shape {(D, W)}; it should have at least one tap")
+    _, W = need_weight(op, weight, D)
     if bias is not None:
         of_shape(op, "bias", bias, (D,))
     one_of(op, "activation", activation, ACTIVATIONS)

@@ -88,6 +88,15 @@ def need_integers(
     same_device(op, name, device_of(value), of, device_of(x))
 
 
+def need_weight(op: str, weight: torch.Tensor, channels: int | str = "D") -> tuple[int, int]:
+    """Return the channels and the taps of a weight. Raises ValueError unless there is a tap."""
+    of_shape(op, "weight", weight, (channels, "W"))
+    D, W = weight.shape
+    if not W:
+        raise ValueError(f"{op}: weight has shape {(D, W)}; it should have at least one tap")
+    return D, W
+
+
 def need_activation(op: str, activation: Any) -> None:
     """Raise NotImplementedError, as causal-conv1d, for an unknown activation."""
     try:
@@ -270,11 +279,11 @@ def _need_fn(
     need_floats(name, x, weight=weight, bias=bias, **states)
     of_shape(name, "x", x, ("B", "D", "T"))
     B, D, _ = x.shape
-    of_shape(name, "weight", weight, (D, "W"))
+    _, W = need_weight(name, weight, D)
     if bias is not None:
         of_shape(name, "bias", bias, (D,))
     if initial_states is not None:
-        of_shape(name, "initial_states", initial_states, (B, D, weight.shape[1] - 1))
+        of_shape(name, "initial_states", initial_states, (B, D, W - 1))
     need_activation(name, activation)
 
 
@@ -407,10 +416,7 @@ def _need_update(
     """Raise unless the arguments of `causal_conv1d_update` fit, and name one that doesn't."""
     name = "causal_conv1d_update"
     need_floats(name, x, conv_state=conv_state, weight=weight, bias=bias)
-    of_shape(name, "weight", weight, ("D", "W"))
-    D, W = weight.shape
-    if not W:
-        raise ValueError(f"{name}: weight has shape {(D, W)}; it should have at least one tap")
+    D, W = need_weight(name, weight)
     of_shape(name, "x", x, ("B", D) if x.ndim == 2 else ("B", D, "T"))
     if bias is not None:
         of_shape(name, "bias", bias, (D,))

@@ -29,6 +29,7 @@ from fusedops.compat.causal_conv1d import (
     need_integers,
     need_state,
     need_tensor,
+    need_weight,
 )
 from fusedops.conv import ACTIVATIONS, Activation
 from fusedops.nn import check_update, log_gates, normalized, num_sequences
@@ -137,7 +138,7 @@ def causal_conv1d(
     assert weight is not None
     tokens = x.flatten(2) if x.ndim > 3 else x
     of_shape(name, "x", tokens, ("B", "T", "D"))
-    of_shape(name, "weight", weight, (tokens.shape[2], "W"))
+    need_weight(name, weight, tokens.shape[2])
     if bias is not None:
         of_shape(name, "bias", bias, (len(weight),))
     if residual is not None:
@@ -223,7 +224,7 @@ def causal_conv1d_update(
     need_tensor(name, "cache", cache)
     need_floats(name, x, cache=cache, weight=weight, bias=bias, residual=residual)
     assert weight is not None
-    of_shape(name, "weight", weight, ("D", "W"))
+    need_weight(name, weight)
     of_shape(name, "cache", cache, ("N", *weight.shape))
     if bias is not None:
         of_shape(name, "bias", bias, (len(weight),))
