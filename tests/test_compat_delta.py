@@ -205,6 +205,17 @@ def refused(**changes):
             {"use_gate_in_kernel": True, "A_log": random(HV), "dt_bias": random(HV, 1)},
             r"dt_bias has shape \(4, 1\); it should be \(4,\)",
         ),
+        *(
+            (
+                {"use_gate_in_kernel": True, "A_log": random(HV), name: value},
+                rf"{name} has shape .*; it should be \({should}\)",
+            )
+            for name, value, should in (
+                ("g", random(B, 3, 1), "2, 3, 4"),
+                ("g", random(3), "2, 3, 4"),
+                ("v", random(3), "B, T, HV, V"),
+            )
+        ),
         (
             {"initial_state": random(B, HV, K, V), "state_v_first": True},
             r"initial_state has shape \(2, 4, 5, 3\); it should be \(N, 4, 3, 5\)",

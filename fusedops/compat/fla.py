@@ -651,7 +651,9 @@ def chunk_gated_delta_rule(
     if use_gate_in_kernel:
         assert g is not None
         assert A_log is not None
-        heads = tuple(v.shape[2:3])
+        of_shape(_RULE, "v", v, ("B", "T", "HV", "V"))
+        of_shape(_RULE, "g", g, tuple(v.shape[:3]))
+        heads = (v.shape[2],)
         for argument, value in (("A_log", A_log), ("dt_bias", dt_bias)):
             if value is not None:
                 of_shape(_RULE, argument, value, heads)
