@@ -213,6 +213,31 @@ def test_sglang_keeps_the_states_between_tokens(tokens):
     assert not windows[[0, 2]].any()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_a_graph_writes_no_windows_to_rows_that_there_are_not():
+    """No value is read there, so that it can't be an error, as on a GPU."""
+    weight, x, states = random(D, W), random(2, D), random(3, D, W - 1)
+    decode = torch.compile(sglang.causal_conv1d_update, fullgraph=True, backend="aot_eager")
+    for rows, slots, changed in (
+        ((7, 0), (2, 1), [0]),
+        ((1, 0), (9, 2), [0]),
+        ((5, 6), (0, 1), []),
+    ):
+        windows = torch.zeros(2, 1, D, W - 1, dtype=torch.float64)
+        decode(
+            x,
+            states,
+            weight,
+            conv_state_indices=torch.tensor(slots),
+            intermediate_conv_window=windows,
+            intermediate_state_indices=torch.tensor(rows),
+        )
+        assert windows.flatten(1).any(1).nonzero()[:, 0].tolist() == changed
+    none = torch.zeros(0, 1, D, W - 1, dtype=torch.float64)
+    given = {"intermediate_conv_window": none, "intermediate_state_indices": torch.tensor([-1, -1])}
+    sglang.causal_conv1d_update(x, states, weight, **given)
+
+
 def test_sglang_takes_sequences_of_one_length_and_no_states():
     x, weight = random(2, D, 5), random(D, W)
     want = torch.stack([convolved(torch.zeros(D, W - 1), each, weight)[0] for each in x])

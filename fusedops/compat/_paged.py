@@ -38,10 +38,12 @@ def named(activation: bool | Activation | None) -> Activation | None:
 def put(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, kept: torch.Tensor) -> None:
     """Write the rows that are `kept` into their slots of a cache; the host reads no value.
 
-    An assignment has to write every row, so the other rows repeat the first one that is kept.
+    A slot outside of the cache is padding. An assignment has to write every row, so the other rows
+    repeat the first one that is kept.
     """
-    if not len(slots):
+    if not len(slots) or not len(cache):
         return
+    kept = kept & (slots >= 0) & (slots < len(cache))
     every = torch.arange(len(slots), device=slots.device)
     source = torch.where(kept, every, kept.int().argmax())
     where = slots[source].clamp(0, len(cache) - 1).long()
@@ -163,7 +165,7 @@ def convolved(
         return torch.empty_like(x)
     rows = slot.clamp(0, N - 1).long()
     lengths = starts.diff()
-    kept = (slot >= 0) & (slot < N) & (lengths > 0)
+    kept = lengths > 0
     old = states[rows]
     first: Any = 0
     if accepted:

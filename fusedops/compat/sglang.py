@@ -302,7 +302,7 @@ def causal_conv1d_update(
         x, states, weight, bias, named(activation), cache_seqlens, slots
     )
     if intermediate_conv_window is not None and rows is not None:
-        kept = (rows >= 0) if slots is None else (rows >= 0) & (slots >= 0)
+        kept = rows >= 0 if slots is None else (slots >= 0) & (slots < len(states))
         put(intermediate_conv_window[:, : windows.shape[1]], rows, windows, kept)
     return out
 
