@@ -156,6 +156,25 @@ def test_cotangents_of_the_denominator():
 
 
 @needs_torch
+def test_masks_of_a_batch():
+    """Under torch.vmap each call has its own mask; gradients too."""
+    q, bias = torch.randn(3, 1, 2, 4, 1, 3).double(), torch.randn(1, 1, 4, 4).double()
+    masks = torch.rand(3, 1, 2, 4) > 0.4
+
+    def loss(q, mask):
+        return fusedops.triangle_attention(q, q, q, bias, mask).sin().sum()
+
+    for function in (loss, torch.func.grad(loss)):
+        want = torch.stack([function(*each) for each in zip(q, masks, strict=True)])
+        torch.testing.assert_close(torch.vmap(function)(q, masks), want)
+        torch.testing.assert_close(torch.vmap(function)(q, masks.double()), want)
+        alone = torch.stack([function(q[0], mask) for mask in masks])
+        got = torch.vmap(function, (None, -1))(q[0], masks.movedim(0, -1))
+        torch.testing.assert_close(got, alone)
+        assert len(torch.vmap(function)(q[:0], masks[:0])) == 0
+
+
+@needs_torch
 def test_a_mask_has_no_gradient():
     mask = torch.ones(1, 2, 4, requires_grad=True)
     with pytest.raises(ValueError, match="triangle_attention: mask requires grad; it is a const"):

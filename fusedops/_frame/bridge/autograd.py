@@ -319,13 +319,15 @@ class _Transformed(_Differentiable):
     ) -> Any:
         # A batch of none has the outputs of a batch of zeros, without its one row.
         most = max(info.batch_size, 1)
+        dims = *in_dims[1], *in_dims[2:]
         columns = [
-            [array] * most
+            [value] * most
             if dim is None
-            else array.unbind(dim) or [array.new_zeros(array.movedim(dim, 0).shape[1:])]
-            for array, dim in zip(arrays, in_dims[2:], strict=True)
+            else value.unbind(dim) or [value.new_zeros(value.movedim(dim, 0).shape[1:])]
+            for value, dim in zip((*others, *arrays), dims, strict=True)
         ]
-        found = _stacked(lambda row: _Transformed.apply(step, others, *row), columns)
+        count = len(others)
+        found = _stacked(lambda row: _Transformed.apply(step, row[:count], *row[count:]), columns)
         batches = [None if rows is None else rows[: info.batch_size] for rows in found]
         return tuple(batches), tuple([None if rows is None else 0 for rows in batches])
 
