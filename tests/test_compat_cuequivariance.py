@@ -159,8 +159,16 @@ def test_numbers_of_keys():
     given, _ = triangles()
     lengths = torch.tensor([[0, 1, 4], [6, 9, 2]]).view(B, N, 1, 1, 1).int()
     mask = torch.arange(K) < lengths
-    want = ours.triangle_attention(*given, mask)
-    assert torch.equal(ours.triangle_attention(*given, kv_lengths=lengths), want)
+    want = ours.triangle_attention(*given, mask, return_aux=True)
+    got = ours.triangle_attention(*given, kv_lengths=lengths, return_aux=True)
+    for each, expected in zip(got, want, strict=True):
+        # A row whose number is 0 has zeros, unlike a row whose mask is.
+        assert not each[0, 0].any()
+        assert torch.equal(each[0, 1:], expected[0, 1:])
+        assert torch.equal(each[1], expected[1])
+    for gradient in torch.autograd.grad(got[0].sum(), given[:3]):
+        assert not gradient[0, 0].any()
+        assert gradient[0, 1:].any()
     found = ours.mask_to_kv_lengths(mask.float())
     assert found.dtype == torch.int32
     assert torch.equal(found, lengths.clamp(max=K))

@@ -301,7 +301,8 @@ def triangle_attention(
               l_{nqk} = \begin{cases} s \, q_{nq} \cdot k_{nk} + b_{qk} & m_{nk} \ne 0 \\
               -10^9 & \text{otherwise} \end{cases}
 
-    for every head; a row of missing keys has the mean of its values, and for K = 0 out is zero.
+    for every head. A row of which the mask has no key has the mean of its values; for K = 0, and
+    where `kv_lengths` is 0, out is zero.
 
     Parameters
     ----------
@@ -318,7 +319,8 @@ def triangle_attention(
     return_aux : bool
         Whether to return two results besides, which have no gradient.
     kv_lengths : tensor (B, N, 1, 1, 1), int32 or int64, optional
-        The number of keys of each row, in place of a mask; K at most counts.
+        The number of keys of each row, in place of a mask; K at most counts. Where it is 0, all
+        results are.
 
     Returns
     -------
@@ -366,6 +368,7 @@ def triangle_attention(
         if mask is not None:
             refuse(ValueError, op, "kv_lengths", "is given with mask", "be None, or mask should")
         need_integers(op, "kv_lengths", kv_lengths, (batch, rows, 1, 1, 1), q, "q")
+        empty = kv_lengths <= 0
         mask = torch.arange(keys, device=q.device) < kv_lengths
     if mask is not None:
         _need_mask(op, mask, "q", q)
@@ -378,6 +381,8 @@ def triangle_attention(
         out = _attended(q, k, v, bias, mask, scale)
     else:  # zeros, with a graph
         out = ((q @ k.mT + bias) @ v).to(q.dtype)
+    if kv_lengths is not None:
+        out = out.masked_fill(empty, 0.0)
     if not return_aux:
         return out
     if not keys:
@@ -389,6 +394,8 @@ def triangle_attention(
     plain = torch.autocast(q.device.type, enabled=False) if asked else contextlib.nullcontext()
     with torch.no_grad(), plain:
         found = in_parts(statistics, (1, 1, own, 1), _rows_at_once(q, keys), *given)
+    if kv_lengths is not None:
+        found = found.masked_fill(empty, 0.0)
     lse, largest = found.split(1, -1)
     return out, lse, largest
 
