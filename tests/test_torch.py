@@ -275,3 +275,22 @@ def test_a_compiled_function_reads_a_packed_argument_first():
     edges = fusedops.Edges(np.stack([np.arange(4) % 3, np.arange(4)[::-1] % 3]), 3)
     seen = torch.compile(lambda x: x + torch.as_tensor(edges.source).sum(), backend="eager")
     assert seen(torch.ones(2)).tolist() == [1 + sum(n % 3 for n in range(4))] * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_torchscript_keeps_no_result_as_a_constant():
+    x = torch.randn(1, 3, 4, dtype=torch.float64)
+    kernels = torch.randn(4, 2, dtype=torch.float64)
+
+    def traced(backend, x):
+        def function(x):
+            return fusedops.dynamic_conv(x, kernels, backend=backend)
+
+        return function, torch.jit.trace(function, x, check_trace=False)
+
+    for given in (None, x), ("torch", x.clone().requires_grad_()):
+        with pytest.raises(NotImplementedError, match="would keep the result of a kernel"):
+            traced(*given)
+    function, recorded = traced("torch", x)
+    torch.testing.assert_close(recorded(x.sin()), function(x.sin()))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fusedops._frame import registry
 from fusedops._frame.bridge.autograd import recorded, transformed
 from fusedops._frame.bridge.evaluation import evaluation
 from fusedops._frame.bridge.graphs import registered
@@ -43,6 +44,11 @@ def plan(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[Any, A
     """
     arrays = a[: len(primitive.arrays)]
     asked, traces = watched(arrays), transforms() and traced()
+    if torch.jit.is_tracing() and (asked or not _is_formula(primitive, arrays)):
+        raise NotImplementedError(
+            f"{primitive.name}: torch.jit.trace would keep the result of a kernel as a constant; "
+            "use torch.export, or torch.no_grad and backend='torch'"
+        )
     # A registered op has no rule for transforms, and its outputs lose tangents.
     transforming = private().transforming() or has_tangent(arrays)
     if primitive.mutates and (asked or transforming):
@@ -57,6 +63,12 @@ def plan(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[Any, A
     if primitive.mutates or any([isinstance(slot, torch.Tensor) for slot in slots]):
         return _told(primitive, run)
     return run
+
+
+def _is_formula(primitive: Primitive, arrays: Sequence[Any]) -> bool:
+    """Return whether the backend chosen for arrays evaluates the formula in torch."""
+    backend, _ = registry.choose(registry.request(primitive.name, arrays))
+    return backend.speaks != "numpy" and not backend.package
 
 
 def _told(primitive: Primitive, run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
