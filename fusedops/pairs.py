@@ -69,6 +69,13 @@ def autocasts(x: torch.Tensor) -> bool:
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
+def _wider(x: torch.Tensor, norm: Any) -> torch.dtype | None:
+    """Return the dtype of a norm, if it is wider than x of 16 bits, which layers would refuse."""
+    own = getattr(norm, "weight", None)
+    narrow = x.dtype in (torch.bfloat16, torch.float16) and not autocasts(x)
+    return own.dtype if narrow and own is not None and own.element_size() > 2 else None
+
+
 def _products(x: torch.Tensor) -> Any:
     """Return the context of our products on a GPU; on a CPU torch's are as fast."""
     return linear_products(x) if x.is_cuda else nullcontext()
@@ -236,6 +243,8 @@ class PairTransition(torch.nn.Module):
             raise ValueError(
                 f"PairTransition: x has shape {tuple(x.shape)}; it should be (..., {self.dim})"
             )
+        if (wider := _wider(x, self.norm)) is not None:
+            return self.forward(x.to(wider), chunk_size).to(x.dtype)
         rows = total = max(1, math.prod(x.shape[:-1]))
         if chunk_size is not None and not self.training:
             rows = min(rows, math.ceil(total * chunk_size / self.hidden))
@@ -547,11 +556,8 @@ class TriangleAttention(torch.nn.Module):
                 f"{name}: x has shape {tuple(x.shape)}; it should be (..., N, N, {self.c_in})"
             )
         check_container(name, "mha", self.mha)
-        own = getattr(self.layer_norm, "weight", None)
-        narrow = x.element_size() < 4 and not autocasts(x)
-        if narrow and own is not None and own.dtype in (torch.float32, torch.float64):
-            # As in Boltz and OpenFold, whose layers take 16 bits beside float32.
-            return self.forward(x.to(own.dtype), mask, chunk_size).to(x.dtype)
+        if (wider := _wider(x, self.layer_norm)) is not None:
+            return self.forward(x.to(wider), mask, chunk_size).to(x.dtype)
         *leading, N, _, C = x.shape
         batch = math.prod(leading)
         n = self.layer_norm(x)

@@ -366,12 +366,25 @@ def test_autocast_makes_products_in_sixteen_bits():
         torch.testing.assert_close(got.float(), module(z), rtol=0.05, atol=0.1)
 
 
-def test_sixteen_bits_beside_parameters_in_float32():
-    module, z = randomized(TriangleAttention(C, D, H)).float(), pair()[0].bfloat16()
+@pytest.mark.parametrize(
+    "made",
+    [TriangleAttention(C, D, H), PairTransition(C), PairBlock(C, 0, D, H)],
+    ids=lambda made: type(made).__name__,
+)
+def test_sixteen_bits_beside_parameters_in_float32(made):
+    module, z = randomized(made).float(), pair()[0].bfloat16()
     got = module(z)
     assert got.dtype == torch.bfloat16
-    # The result is rounded.
-    torch.testing.assert_close(got, module(z.float()).bfloat16())
+    # Results of the parts are rounded, and so are the sums of a block.
+    tolerance = {"rtol": 0.05, "atol": 0.05} if isinstance(made, PairBlock) else {}
+    torch.testing.assert_close(got, module(z.float()).bfloat16(), **tolerance)
+
+
+def test_integers_are_no_pair_representation():
+    """Also those of eight bits, fewer than the parameters have."""
+    for module in (TriangleAttention(C, D, H), PairTransition(C)):
+        with pytest.raises(RuntimeError, match="mixed dtype"):
+            module(pair()[0].to(torch.int8))
 
 
 def test_a_block_of_boltz_under_autocast_is_float32():
