@@ -44,6 +44,7 @@ from fusedops.pairs import (
     PairTransition,
     TriangleAttention,
     autocasts,
+    check_pairs,
     expanded,
     lecun_normal,
 )
@@ -1500,11 +1501,7 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
         torch.Size([5, 5, 8])
         """
         name = "TriangleMultiplicativeUpdate"
-        check_tensors(name, "x", x=x, mask=mask)
-        if x.ndim < 3 or x.shape[-3] != x.shape[-2] or x.shape[-1] != self.c_z:
-            raise ValueError(
-                f"{name}: x has shape {tuple(x.shape)}; it should be (..., N, N, {self.c_z})"
-            )
+        check_pairs(name, self.c_z, "x", x=x, mask=mask)
         for layer in _OWN_LAYERS:
             each = self._modules[layer]
             if not (is_plain_norm(each, self.eps) if "norm" in layer else is_plain(each)):
@@ -1693,6 +1690,7 @@ class PairBlock(torch.nn.Module):
         >>> block(torch.randn(6, 6, 8), chunk_size_tri_attn=2).shape
         torch.Size([6, 6, 8])
         """
+        check_pairs("PairBlock", self.token_z, "z", z=z, pair_mask=pair_mask)
         p = self.dropout if self.training else 0.0
         z = _shared_dropout(z, self.tri_mul_out(z, pair_mask), p, -2)
         z = _shared_dropout(z, self.tri_mul_in(z, pair_mask), p, -2)

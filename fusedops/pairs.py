@@ -64,6 +64,16 @@ def expanded(
         ) from None
 
 
+def check_pairs(name: str, channels: int, needed: str, **given: Any) -> None:
+    """Raise an error unless arguments are tensors, and the `needed` one is (..., N, N, C)."""
+    check_tensors(name, needed, **given)
+    shape = given[needed].shape
+    if len(shape) < 3 or shape[-3] != shape[-2] or shape[-1] != channels:
+        raise ValueError(
+            f"{name}: {needed} has shape {tuple(shape)}; it should be (..., N, N, {channels})"
+        )
+
+
 def autocasts(x: torch.Tensor) -> bool:
     """Return whether autocast chooses the dtype in which layers of x compute."""
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
@@ -549,12 +559,8 @@ class TriangleAttention(torch.nn.Module):
         torch.Size([5, 5, 8])
         """
         name = "TriangleAttention"
-        check_tensors(name, "x", x=x, mask=mask)
+        check_pairs(name, self.c_in, "x", x=x, mask=mask)
         at_least_one(name, chunk_size=chunk_size)
-        if x.ndim < 3 or x.shape[-3] != x.shape[-2] or x.shape[-1] != self.c_in:
-            raise ValueError(
-                f"{name}: x has shape {tuple(x.shape)}; it should be (..., N, N, {self.c_in})"
-            )
         check_container(name, "mha", self.mha)
         if (wider := _wider(x, self.layer_norm)) is not None:
             return self.forward(x.to(wider), mask, chunk_size).to(x.dtype)

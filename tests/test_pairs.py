@@ -431,6 +431,14 @@ def test_no_edges():
         (lambda: PairTransition(4)([1]), "x is a list; it should be a tensor"),
         (lambda: PairTransition(4)(None), "PairTransition: x is None; it should be a tensor"),
         (lambda: TriangleAttention(4)(None), "TriangleAttention: x is None; it should be a tensor"),
+        (lambda: PairBlock(4)(None), "PairBlock: z is None; it should be a tensor"),
+        (lambda: PairBlock(4)(torch.zeros(5, 5, 4), [1]), "PairBlock: pair_mask is a list; it"),
+        (lambda: PairBlock(4)(torch.zeros(5, 4)), r"PairBlock: z has shape \(5, 4\); it should be"),
+        (lambda: boltz.PairformerNoSeqLayer(4)(None), "PairformerNoSeqLayer: z is None; it should"),
+        (
+            lambda: boltz.PairformerNoSeqModule(4, 1).eval()(torch.zeros(5, 4)),
+            r"PairformerNoSeqModule: z has shape \(5, 4\); it should be \(\.\.\., N, N, 4\)",
+        ),
         (
             lambda: TriangleAttention(4)(torch.zeros(5, 5, 4), [1]),
             "mask is a list; it should be a tensor",

@@ -29,7 +29,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fusedops import nn
-from fusedops.pairs import autocasts
+from fusedops.pairs import autocasts, check_pairs
 
 __all__ = [
     "PairformerNoSeqLayer",
@@ -246,6 +246,7 @@ class PairformerNoSeqLayer(nn.PairBlock):
         --------
         See the class.
         """
+        check_pairs("PairformerNoSeqLayer", self.token_z, "z", z=z, pair_mask=pair_mask)
         if autocasts(z):
             # Boltz's dropout is float32.
             z = z.to(torch.promote_types(z.dtype, torch.float32))
@@ -344,6 +345,7 @@ class PairformerNoSeqModule(torch.nn.Module):
         --------
         See the class.
         """
+        check_pairs("PairformerNoSeqModule", self.token_z, "z", z=z, pair_mask=pair_mask)
         chunk = None if self.training else 128 if z.shape[-3] > 384 else 512
         for block in self.layers:
             if self.activation_checkpointing and self.training:
