@@ -127,21 +127,14 @@ def graphed(step: Callable[[], Any], copies: int = COPIES) -> Callable[[], None]
     """Return the replay of a CUDA graph that holds several steps, one after the other."""
     import torch
 
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    # After a capture that fails, torch.cuda.graph alone would leave its stream the current one.
-    with torch.cuda.stream(stream):
-        for _ in range(3):
+    from fusedops.compat._graphs import captured
+
+    def several() -> None:
+        for _ in range(copies):
             step()
-        torch.cuda.synchronize()
-        try:
-            with torch.cuda.graph(graph, stream=stream):
-                for _ in range(copies):
-                    step()
-        except RuntimeError:
-            # Until another capture ends, torch would refuse to draw random numbers.
-            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
-                torch.ones(1, device="cuda")
-            raise
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    graph, _ = captured(several, device, shares=False, before=1)
     return graph.replay
 
 
