@@ -304,8 +304,10 @@ class _Captured:
         self.offsets[:count] = offsets
         self.is_pair[:count] = True
         self.is_pair[count:] = False
-        for name, x in self.origin.items():
-            x.copy_(data[name].detach())
+        # Edges that are given hold for one step.
+        if self.backbone.otf_graph:
+            for name, x in self.origin.items():
+                x.copy_(data[name].detach())
         return True
 
     def step(self, data: Any) -> _Found | None:
@@ -316,18 +318,22 @@ class _Captured:
                 self.data[name].copy_(x)
             if given and not self._keep(data, *self._pairs(data)):
                 return None
-            self.run()
-            edges, most, nearer, other, close = self.report.tolist()
+            outputs, (edges, most, nearer, other, close) = self._replayed()
             # A distance may be NaN.
             if not given and (other or not nearer <= self.skin):
                 if not self._keep(data, *self._pairs(data)):
                     return None
-                self.run()
-                edges, most, _, _, close = self.report.tolist()
+                outputs, (edges, most, _, _, close) = self._replayed()
         if edges > self.space:
             return None
         serves = given or (most <= self.backbone.max_neighbors and not close)
-        return _Found(tree_map_only(torch.Tensor, torch.clone, self.outputs), serves)
+        return _Found(outputs, serves)
+
+    def _replayed(self) -> tuple[Any, list[float]]:
+        """Return copies of the results of a replay, and its report, for which the host waits."""
+        self.run()
+        outputs = tree_map_only(torch.Tensor, torch.clone, self.outputs)
+        return outputs, self.report.tolist()
 
     def _evaluate(self) -> None:
         """Evaluate the model on the arrays."""
