@@ -430,9 +430,17 @@ def test_a_backend_is_copied_and_pickled(backends, mode, registered):
         assert again.mmax == 1
 
 
+def backbone(backend, lmax, *layers):
+    """Return a stand-in for fairchem's backbone."""
+    model = torch.nn.Sequential(*layers)
+    model.backend, model.lmax = backend, lmax
+    return model
+
+
 @pytest.mark.parametrize(("lmax", "mmax"), [(2, 2), (2, 1), (3, 2)])
 def test_turbo_takes_any_degree_on_any_device(backends, lmax, mmax):
-    backend, model = backends["umas_fast_gpu"], torch.nn.Module()
+    backend = backends["umas_fast_gpu"]
+    model = backbone(backend, lmax)
     backend.validate(lmax, mmax, None)
     backend.prepare_model_for_inference(model)
     assert model.converted
@@ -471,8 +479,9 @@ class Edgewise(torch.nn.Module):
 
 def test_a_prepared_model_has_our_layers(backends):
     theirs = SO2_Convolution().double()
-    model = torch.nn.Sequential(Edgewise(theirs))
-    backends["general"].prepare_model_for_inference(model)
+    backend = backends["general"]
+    model = backbone(backend, 1, Edgewise(theirs))
+    backend.prepare_model_for_inference(model)
     assert isinstance(model[0].so2_conv, fusedops.nn.SO2Convolution)
     names = {"fc_m0.weight", "fc_m0.bias", "so2_m_conv.0.fc.weight"}
     assert {f"0.so2_conv.{name}" for name in names} == set(model.state_dict())
@@ -493,8 +502,9 @@ def test_a_mixture_of_experts_stays(backends):
         pass
 
     theirs = SO2_Convolution(MOLE)
-    model = torch.nn.Sequential(Edgewise(theirs))
-    backends["general"].prepare_model_for_inference(model)
+    backend = backends["general"]
+    model = backbone(backend, 1, Edgewise(theirs))
+    backend.prepare_model_for_inference(model)
     assert model[0].so2_conv is theirs
 
 
