@@ -194,6 +194,12 @@ def test_layers_of_nodes_are_fairchems(name):
     assert torch.autograd.gradgradcheck(ours, x[:1].detach().requires_grad_())
 
 
+def test_norms_in_another_dtype_than_they_were_made_in():
+    theirs, ours = layers_of_nodes()["norm"].double(), replaced(layers_of_nodes()["norm"]).double()
+    x = torch.randn(3, 9, 6, dtype=torch.float64)
+    assert_close([ours(x)], [theirs(x)], 1e-12)
+
+
 def test_norms_of_other_kinds_stay_fairchems():
     from fairchem.core.models.uma.nn import layer_norm
 

@@ -157,15 +157,19 @@ class _Norm(torch.nn.Module):
         self.eps = theirs.eps
         self.register_buffer("expand_index", theirs.expand_index, persistent=False)
         weights = theirs.balance_degree_weight
-        self.register_buffer("factors", (len(weights) * weights).sqrt(), persistent=False)
+        self.register_buffer("balance_degree_weight", weights, persistent=False)
 
     def forward(self, node_input: Any) -> Any:
         """Return the normalized features."""
         with torch.autocast(node_input.device.type, enabled=False):
-            weight = self.affine_weight.index_select(0, self.expand_index) / self.factors
+            # Kept roots would be those of the first dtype: fairchem makes models in float32, and
+            # then moves them to float64.
+            balance: Any = self.balance_degree_weight
+            factors = (len(balance) * balance).sqrt()
+            weight = self.affine_weight.index_select(0, self.expand_index) / factors
             # torch.compile has no rule for such a function.
             centred = _centred if traced() else _Centred.apply
-            x = centred(node_input, self.factors)
+            x = centred(node_input, factors)
             x = torch.nn.functional.rms_norm(x, weight.shape, weight, self.eps)
             return x + _first(self.affine_bias, len(weight))
 
