@@ -24,7 +24,7 @@ with warnings.catch_warnings():
     pytest.importorskip("ase", reason="ase is not installed")
     from ase.build import bulk
     from fairchem.core.datasets.atomic_data import AtomicData, atomicdata_list_to_batch
-    from fairchem.core.models.uma import escn_md
+    from fairchem.core.models.uma import escn_md, escn_moe
     from fairchem.core.models.uma.nn import execution_backends
     from fairchem.core.units.mlip_unit.api.inference import InferenceSettings
 
@@ -73,7 +73,8 @@ def crystal(dtype, size=3.9):
 def model(mode, lmax=2, mmax=2, dtype=torch.float64, prepared=True, **options):
     """Return a backbone and a head, with the same weights for all modes."""
     torch.manual_seed(0)
-    backbone = escn_md.eSCNMDBackbone(
+    kind = escn_moe.eSCNMDMoeBackbone if "num_experts" in options else escn_md.eSCNMDBackbone
+    backbone = kind(
         lmax=lmax,
         mmax=mmax,
         sphere_channels=16,

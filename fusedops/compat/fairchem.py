@@ -351,7 +351,8 @@ class EdgeOps:
         replace_layers(model, self.precision)
         model._get_rotmat_and_wigner = functools.partial(_frames, model.lmax)
         layers = [getattr(block, "edge_wise", None) for block in getattr(model, "blocks", ())]
-        self.supports_fused_edgewise = bool(layers) and all(map(_fits, layers))
+        # A model merged from experts has another backend than the one that prepares it.
+        model.backend.supports_fused_edgewise = bool(layers) and all(map(_fits, layers))
 
     def prepare_wigner(
         self, wigner: Any, wigner_inv: Any, mappingReduced: Any, coefficient_index: Any
