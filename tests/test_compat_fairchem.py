@@ -130,10 +130,23 @@ def test_energies_and_forces_are_those_of_fairchem(expected, registered, mode, d
     layers = list(ours[0].modules())
     assert any(isinstance(layer, SO2Convolution) for layer in layers)
     assert not {type(layer).__name__ for layer in layers} & set(uma.LAYERS)
-    joined = hasattr(layers[0].blocks[0].edge_wise, "_forward_chunk_fused")
+    joined = hasattr(execution_backends.UMASFastGPUBackend, "gate_activation")
     joined = joined and mode != "general" and degree[0] == 2
     assert ours[0].backend.supports_fused_edgewise == joined
     assert_close(evaluated(ours, crystal(dtype)), expected[tuple(degree), dtype], TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_merged_experts_have_fused_methods(mode):
+    options = {"num_experts": 3, "use_composition_embedding": True}
+    uma.unregister()
+    theirs = evaluated(model("general", **options), crystal(torch.float64))
+    uma.register()
+    ours = model(mode, **options)
+    uma.unregister()
+    fused = hasattr(execution_backends.UMASFastGPUBackend, "gate_activation")
+    assert ours[0].backend.supports_fused_edgewise == (fused and mode != "general")
+    assert_close(evaluated(ours, crystal(torch.float64)), theirs, 1e-10)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -257,8 +257,9 @@ def replace_layers(model: Any, precision: str | None) -> None:
 def _fits(edgewise: Any) -> bool:
     """Return whether fairchem's layer calls fused methods, and all of its parts are ours."""
     return (
-        hasattr(edgewise, "_forward_chunk_fused")
-        # For a model with fused methods fairchem makes matrices of this degree only.
+        # fairchem 2.22 has fused methods too, but others.
+        hasattr(_fairchem().UMASFastGPUBackend, "gate_activation")
+        # fairchem fuses this degree only, and others are untimed.
         and edgewise.lmax == 2
         and isinstance(edgewise.act, _Gates)
         and isinstance(edgewise.so2_conv_1, _Convolution)
@@ -293,7 +294,7 @@ class EdgeOps:
     mmax : int or None
         The model's largest order, read from its mapping by `prepare_wigner`; None for lmax.
     supports_fused_edgewise : bool
-        Whether fairchem (2.24) may call the fused methods: for lmax = 2, after
+        Whether fairchem (2.23 or newer) may call the fused methods: for lmax = 2, after
         `prepare_model_for_inference`, in modes that compute the radial functions of all layers at
         once.
     precision : str or None
