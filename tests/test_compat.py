@@ -430,6 +430,22 @@ def test_a_backend_is_copied_and_pickled(backends, mode, registered):
         assert again.mmax == 1
 
 
+def test_matrices_of_another_model_change_nothing(backends):
+    """As where threads or models share a backend."""
+    torch.manual_seed(0)
+    backend, mapping = backends["general"], Mapping(2, 2)
+    message, target = torch.randn(5, 9, 3, dtype=torch.float64), torch.tensor([0, 1, 1, 0, 1])
+    edge_vec = torch.randn(5, 3, dtype=torch.float64)
+    D = uma.wigner_d(edge_vec, 2)
+    _, packed = backend.prepare_wigner(*uma._frames(2, edge_vec), mapping, None)
+    _, dense = backend.prepare_wigner(D, D.mT.contiguous(), mapping, None)
+    found = [
+        backend.permute_wigner_inv_edge_to_node(message, wigner_inv, target, 2)
+        for wigner_inv in (packed, dense)
+    ]
+    assert_close(found[:1], found[1:])
+
+
 def backbone(backend, lmax, *layers):
     """Return a stand-in for fairchem's backbone."""
     model = torch.nn.Sequential(*layers)

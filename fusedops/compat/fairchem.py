@@ -45,8 +45,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _matrices(wigner: Any) -> Any:
-    """Return dense matrices, or packed blocks (E, P) of (E, 1, P)."""
-    return wigner.flatten(1) if wigner.shape[1] == 1 else wigner
+    """Return dense matrices, or packed blocks (E, P) of (E, 1, P) or (E, P, 1)."""
+    return wigner.flatten(1) if 1 in wigner.shape[1:] else wigner
+
+
+def _of_the_way_back(wigner_inv: Any) -> tuple[Any, bool]:
+    """Return the matrices, and whether they are to be read transposed, which (E, P, 1) are."""
+    return _matrices(wigner_inv), wigner_inv.ndim == 3 and wigner_inv.shape[2] == 1
 
 
 def _packed(matrices: Any, lmax: int) -> Any:
@@ -56,9 +61,9 @@ def _packed(matrices: Any, lmax: int) -> Any:
 
 
 def _frames(lmax: int, edge_vec: Any) -> tuple[Any, Any]:
-    """Return the matrices of edges, packed; on the way back they are read transposed."""
-    matrices = wigner_d(edge_vec, lmax, packed=True).unsqueeze(1)
-    return matrices, matrices
+    """Return the matrices of edges, packed, (E, 1, P), and (E, P, 1) to be read transposed."""
+    matrices = wigner_d(edge_vec, lmax, packed=True)
+    return matrices.unsqueeze(1), matrices.unsqueeze(2)
 
 
 class _Convolution(SO2Convolution):
@@ -323,8 +328,6 @@ class EdgeOps:
     mmax: int | None = None
     supports_fused_edgewise = False
     precision: str | None = None
-    #: Whether the way back reads the matrices of the way forth, transposed.
-    transpose = False
     #: The backend that fairchem has for the mode.
     theirs: Any
     #: Counts the calls of rotations in the mode.
@@ -386,11 +389,9 @@ class EdgeOps:
         """
         lmax = mappingReduced.lmax
         mmax = None if mappingReduced.mmax == lmax else mappingReduced.mmax
-        # A model has one of each, and torch.compile traces again after an assignment.
+        # A model has one, and torch.compile traces again after an assignment.
         if mmax != self.mmax:
             self.mmax = mmax
-        if self.transpose != (wigner is wigner_inv):
-            self.transpose = wigner is wigner_inv
         if wigner.ndim == 2 or wigner.shape[1] == 1:
             return wigner, wigner_inv
         return _packed(wigner, lmax), _packed(wigner_inv, lmax)
@@ -605,13 +606,9 @@ class EdgeOps:
         [[0.0, 0.0, 0.0, 0.0], [2.0, 2.0, 2.0, 2.0]]
         """
         edges = edges_of(scatter_target, num_nodes, node_offset)
+        matrices, transpose = _of_the_way_back(wigner_inv)
         return permute_wigner_inv_edge_to_node(
-            x_message,
-            edges,
-            _matrices(wigner_inv),
-            num_nodes,
-            mmax=self.mmax,
-            transpose=self.transpose,
+            x_message, edges, matrices, num_nodes, mmax=self.mmax, transpose=transpose
         )
 
     @_counted
@@ -659,13 +656,9 @@ class EdgeOps:
         """
         radial = radial_output.reshape(-1, m_0_num_coefficients, sphere_channels)
         edges = edges_of(scatter_target, x.shape[0], node_offset)
+        matrices, transpose = _of_the_way_back(wigner_inv)
         return edge_degree_scatter(
-            x,
-            radial,
-            edges,
-            _matrices(wigner_inv),
-            rescale_factor=rescale_factor,
-            transpose=self.transpose,
+            x, radial, edges, matrices, rescale_factor=rescale_factor, transpose=transpose
         )
 
 
