@@ -190,8 +190,10 @@ def replaced(layer):
 
 @pytest.mark.parametrize("name", ["norm", "linear", "atomwise"])
 def test_layers_of_nodes_are_fairchems(name):
-    theirs, ours = layers_of_nodes()[name].double(), replaced(layers_of_nodes()[name].double())
+    theirs = layers_of_nodes()[name].double().eval()
+    ours = replaced(layers_of_nodes()[name].double().eval())
     assert type(ours) is not type(theirs)
+    assert not any(layer.training for layer in ours.modules())
     assert dict(ours.named_parameters()).keys() == dict(theirs.named_parameters()).keys()
     x, tx = torch.randn(2, 3, 9, 6, dtype=torch.float64)
     x.requires_grad_()

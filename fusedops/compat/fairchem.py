@@ -103,7 +103,7 @@ def _convolution(theirs: Any) -> Any:
     # The layers of the fast modes get radial functions, which one network has for all of them.
     if type(theirs).__name__ == "SO2_Convolution" and theirs.rad_func is not None:
         ours.rad_func = torch.nn.ModuleDict({"net": theirs.rad_func.net})
-    return ours.train(theirs.training)
+    return ours
 
 
 class _Radial(torch.nn.Module):
@@ -255,6 +255,7 @@ def replace_layers(model: Any, precision: str | None) -> None:
             ours = LAYERS.get(type(theirs).__name__)
             if ours is not None:
                 setattr(parent, name, made := ours(theirs))
+                made.train(theirs.training)
                 if hasattr(made, "precision"):
                     made.precision = precision
 
