@@ -22,9 +22,9 @@ PLAIN = torch.Tensor, torch.nn.Parameter
 #: The fewest multiplications of a layer that are worth a longer call on a CPU.
 MANY = 1 << 22
 
-#: The fewest multiplications of a layer, and results of a row, that repay splitting rows on a GPU.
-#: Where there are gradients a row needs so many results or numbers, and 128 of both. With fewer,
-#: `gpukern.products` leaves products to torch, after a longer call.
+#: The fewest multiplications of a layer, and outputs, that repay splitting rows on a GPU. Where
+#: there are gradients either inputs or outputs must be so many, and both as many as `TRAINED`: with
+#: fewer, `gpukern.products` leaves products to torch, after a longer call.
 REPAID = 1 << 31, 160
 TRAINED = 128
 
