@@ -357,7 +357,8 @@ def unscale_messages(
     scales, are written where these are `kept`.
     """
     needed = dradial is not None or kept[0] is not None
-    x, radial, (_, M, C) = _flat(message if needed else dscaled), _rows(radial), message.shape
+    x = _flat(message) if needed else dscaled.flatten(1)
+    radial, (_, M, C) = _rows(radial), message.shape
     edges, (BE, BC), warps = len(x), BLOCK, 16
     if kept[0] is None:
         BE, warps = _EDGES, _WARPS
