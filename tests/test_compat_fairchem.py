@@ -29,7 +29,7 @@ with warnings.catch_warnings():
     from fairchem.core.units.mlip_unit.api.inference import InferenceSettings
 
 import fusedops.compat.fairchem as uma  # noqa: E402
-from fusedops.compat import _edges, _force_steps  # noqa: E402
+from fusedops.compat import _edges, _force_steps, _uma  # noqa: E402
 from fusedops.nn import SO2Convolution  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -129,7 +129,7 @@ def test_energies_and_forces_are_those_of_fairchem(expected, registered, mode, d
     assert isinstance(ours[0].backend, uma.EdgeOps)
     layers = list(ours[0].modules())
     assert any(isinstance(layer, SO2Convolution) for layer in layers)
-    assert not {type(layer).__name__ for layer in layers} & set(uma.LAYERS)
+    assert not {type(layer).__name__ for layer in layers} & set(_uma.LAYERS)
     joined = hasattr(execution_backends.UMASFastGPUBackend, "gate_activation")
     joined = joined and mode != "general" and degree[0] == 2
     assert ours[0].backend.supports_fused_edgewise == joined
@@ -184,7 +184,7 @@ def layers_of_nodes():
 def replaced(layer):
     """Return ours for one of fairchem's layers."""
     parent = torch.nn.ModuleDict({"layer": layer})
-    uma.replace_layers(parent, None)
+    _uma.replace_layers(parent, None)
     return parent["layer"]
 
 

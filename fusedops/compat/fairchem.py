@@ -1,7 +1,7 @@
-"""Edge rotations and SO(2) layers of fairchem's UMA models.
+"""Edge rotations and layers of fairchem's UMA models.
 
 fairchem looks an execution backend up, by its mode, when it builds a model. `EdgeOps` has a
-backend's methods around rotations, and replaces SO(2) layers when fairchem prepares a model for
+backend's methods around rotations, and replaces layers when fairchem prepares a model for
 inference; `register` joins it to fairchem's own classes, which keep all other methods. Versions
 2.16 to 2.24 differ in the arguments of these methods, and all are served. In older ones a backend
 can't choose the form of its matrices.
@@ -24,14 +24,13 @@ import torch
 
 # Imported now: torch.compile can't import the bridge while it traces a call.
 import fusedops._frame.bridge  # noqa: F401
-from fusedops._frame.check import flag, one_of, traced
+from fusedops._frame.check import flag, one_of
 from fusedops._products import linear_products
 from fusedops._swaps import Swap, log, of, start, stop
 from fusedops.compat._edges import edges_of
 from fusedops.compat._force_steps import ForceStep, has_force_steps
-from fusedops.nn import SO2Convolution
-from fusedops.so2 import PRECISIONS, Layout, gate_activation
-from fusedops.so2.op import WEIGHTS
+from fusedops.compat._uma import Convolution, Gates, replace_layers
+from fusedops.so2 import PRECISIONS
 from fusedops.wigner import (
     edge_degree_scatter,
     node_to_edge_wigner_permute,
@@ -66,200 +65,6 @@ def _frames(lmax: int, edge_vec: Any) -> tuple[Any, Any]:
     return matrices.unsqueeze(1), matrices.unsqueeze(2)
 
 
-class _Convolution(SO2Convolution):
-    """An SO(2) convolution for fairchem's layers whose packing is joined to rotations.
-
-    Our message is m-major already: it goes in place of the first of their three arrays.
-    """
-
-    def gemm_outputs_from_packed(self, message: Any, radial: Any, none: Any) -> Any:
-        """Return gates, the convolution of messages, and nothing."""
-        out, gates = self(message, radial)
-        return gates, out, none
-
-    def gemms_from_blocks(self, blocks: Any) -> Any:
-        """Return the convolution of messages, and nothing more."""
-        return self(blocks[0]), None, None
-
-
-def _convolution(theirs: Any) -> Any:
-    """Return an SO(2) convolution with the layers of fairchem's, or theirs if it has others."""
-    layers = theirs.fc_m0, *(layer.fc for layer in theirs.so2_m_conv)
-    # A mixture of experts computes weights in its layers.
-    if len(layers) > len(WEIGHTS) or any(type(layer) is not torch.nn.Linear for layer in layers):
-        return theirs
-    with torch.device("meta"):
-        ours = _Convolution(
-            theirs.sphere_channels,
-            theirs.m_output_channels,
-            theirs.lmax,
-            theirs.mmax,
-            extra_m0_output_channels=getattr(theirs, "extra_m0_output_channels", None),
-        )
-    ours.fc_m0 = layers[0]
-    by_order: Any = ours.so2_m_conv
-    for mine, layer in zip(by_order, layers[1:], strict=True):
-        mine["fc"] = layer
-    # The layers of the fast modes get radial functions, which one network has for all of them.
-    if type(theirs).__name__ == "SO2_Convolution" and theirs.rad_func is not None:
-        ours.rad_func = torch.nn.ModuleDict({"net": theirs.rad_func.net})
-    return ours
-
-
-class _Radial(torch.nn.Module):
-    """fairchem's ``RadialMLP``, by `linear_products`."""
-
-    def __init__(self, theirs: Any) -> None:
-        super().__init__()
-        self.net = theirs.net
-
-    def forward(self, inputs: Any) -> Any:
-        """Return the radial functions."""
-        with linear_products(inputs):
-            return self.net(inputs)
-
-
-def _centred(x: Any, factors: Any) -> Any:
-    """Return rows (N, K, C) times a factor each, and the first row less its mean."""
-    y = x * factors
-    y[:, 0] -= y[:, 0].mean(-1, keepdim=True)
-    return y
-
-
-class _Centred(torch.autograd.Function):
-    """`_centred`, which is its own adjoint."""
-
-    generate_vmap_rule = True
-    forward = staticmethod(_centred)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Keep the factors."""
-        ctx.save_for_backward(inputs[1])
-        ctx.save_for_forward(inputs[1])
-
-    @staticmethod
-    def backward(ctx: Any, dy: Any) -> Any:
-        """Return the cotangent of the rows."""
-        return _Centred.apply(dy, *ctx.saved_tensors), None
-
-    @staticmethod
-    def jvp(ctx: Any, tx: Any, _: Any) -> Any:
-        """Return the tangent of the rows."""
-        return _Centred.apply(tx, *ctx.saved_tensors)
-
-
-class _Norm(torch.nn.Module):
-    """fairchem's ``EquivariantRMSNormArraySphericalHarmonicsV2`` by torch's normalization.
-
-    In the mean square each degree weighs as much as any other, whatever its number of rows. So rows
-    are multiplied by the root of their weight before, and their weight is divided by it after.
-    """
-
-    def __init__(self, theirs: Any) -> None:
-        super().__init__()
-        self.affine_weight, self.affine_bias = theirs.affine_weight, theirs.affine_bias
-        self.eps = theirs.eps
-        self.register_buffer("expand_index", theirs.expand_index, persistent=False)
-        weights = theirs.balance_degree_weight
-        self.register_buffer("balance_degree_weight", weights, persistent=False)
-
-    def forward(self, node_input: Any) -> Any:
-        """Return the normalized features."""
-        with torch.autocast(node_input.device.type, enabled=False):
-            # Kept roots would be those of the first dtype: fairchem makes models in float32, and
-            # then moves them to float64.
-            balance: Any = self.balance_degree_weight
-            factors = (len(balance) * balance).sqrt()
-            weight = self.affine_weight.index_select(0, self.expand_index) / factors
-            # torch.compile has no rule for such a function.
-            centred = _centred if traced() else _Centred.apply
-            x = centred(node_input, factors)
-            x = torch.nn.functional.rms_norm(x, weight.shape, weight, self.eps)
-            return x + _first(self.affine_bias, len(weight))
-
-
-def _norm(theirs: Any) -> Any:
-    """Return a norm with the parameters of fairchem's, or theirs if it has no bias or weights."""
-    parts = theirs.affine_bias, theirs.balance_degree_weight
-    return theirs if any(part is None for part in parts) else _Norm(theirs)
-
-
-class _Linear(torch.nn.Module):
-    """fairchem's ``SO3_Linear``, whose bias is added by the products."""
-
-    def __init__(self, theirs: Any) -> None:
-        super().__init__()
-        self.weight, self.bias = theirs.weight, theirs.bias
-        self.register_buffer("expand_index", theirs.expand_index, persistent=False)
-
-    def forward(self, input_embedding: Any) -> Any:
-        """Return the features of the next layer."""
-        weight = self.weight.index_select(0, self.expand_index).mT
-        bias = _first(self.bias, len(weight)).unsqueeze(1)
-        found = torch.baddbmm(bias, input_embedding.transpose(0, 1), weight)
-        return found.transpose(0, 1).contiguous()
-
-
-class _Atomwise(torch.nn.Module):
-    """fairchem's ``SpectralAtomwise``, whose gates are one product of all nodes' rows."""
-
-    def __init__(self, theirs: Any) -> None:
-        super().__init__()
-        self.scalar_mlp, self.act = theirs.scalar_mlp, theirs.act
-        self.so3_linear_1, self.so3_linear_2 = theirs.so3_linear_1, theirs.so3_linear_2
-
-    def forward(self, x: Any) -> Any:
-        """Return the features of the next layer."""
-        gates = self.scalar_mlp(x[:, 0])
-        return self.so3_linear_2(self.act(gates, self.so3_linear_1(x)))
-
-
-def _first(row: Any, count: int) -> Any:
-    """Return a row and rows of zeros."""
-    return torch.nn.functional.pad(row.unsqueeze(0), (0, 0, 0, count - 1))
-
-
-class _Gates(torch.nn.Module):
-    """fairchem's ``GateActivation``, by `fusedops.gate_activation`."""
-
-    def __init__(self, theirs: Any) -> None:
-        super().__init__()
-        self.mmax = theirs.mmax
-        self.layout: Layout = "m" if theirs.m_prime else "l"
-
-    def forward(self, gating_scalars: Any, input_tensors: Any) -> Any:
-        """Return the gated features."""
-        gates = gating_scalars.flatten(1)
-        return gate_activation(gates, input_tensors, mmax=self.mmax, layout=self.layout)
-
-
-#: Functions that return ours for layers of fairchem's, by their class.
-LAYERS: dict[str, Any] = {
-    "SO2_Convolution": _convolution,
-    "SO2_Conv1_WithRadialBlock": _convolution,
-    "SO2_Conv2_InternalBlock": _convolution,
-    "GateActivation": _Gates,
-    "RadialMLP": _Radial,
-    "EquivariantRMSNormArraySphericalHarmonicsV2": _norm,
-    "SO3_Linear": _Linear,
-    "SpectralAtomwise": _Atomwise,
-}
-
-
-def replace_layers(model: Any, precision: str | None) -> None:
-    """Put ours in the place of fairchem's layers in a model."""
-    # Layers within layers first.
-    for parent in reversed(list(model.modules())):
-        for name, theirs in list(parent.named_children()):
-            ours = LAYERS.get(type(theirs).__name__)
-            if ours is not None:
-                setattr(parent, name, made := ours(theirs))
-                made.train(theirs.training)
-                if hasattr(made, "precision"):
-                    made.precision = precision
-
-
 def _fits(edgewise: Any) -> bool:
     """Return whether fairchem's layer calls fused methods, and all of its parts are ours."""
     return (
@@ -267,9 +72,9 @@ def _fits(edgewise: Any) -> bool:
         hasattr(_fairchem().UMASFastGPUBackend, "gate_activation")
         # fairchem fuses this degree only, and others are untimed.
         and edgewise.lmax == 2
-        and isinstance(edgewise.act, _Gates)
-        and isinstance(edgewise.so2_conv_1, _Convolution)
-        and isinstance(edgewise.so2_conv_2, _Convolution)
+        and isinstance(edgewise.act, Gates)
+        and isinstance(edgewise.so2_conv_1, Convolution)
+        and isinstance(edgewise.so2_conv_2, Convolution)
         and edgewise.so2_conv_1.rad_func is None
     )
 
@@ -348,9 +153,9 @@ class EdgeOps:
         --------
         fairchem calls it with a model: see `register`.
 
-        >>> from fusedops.compat.fairchem import LAYERS
-        >>> "SO2_Convolution" in LAYERS
-        True
+        >>> from fusedops.compat.fairchem import EdgeOps
+        >>> EdgeOps.prepare_model_for_inference.__name__
+        'prepare_model_for_inference'
         """
         super().prepare_model_for_inference(model)  # type: ignore[misc]
         replace_layers(model, self.precision)
