@@ -176,8 +176,8 @@ def causal_conv1d_fn(
         Added before the activation.
     seq_idx : tensor (B, T), int32 or int64, optional
         The number of each token's sequence, in which nothing crosses to another; a negative one is
-        padding, for which out and all gradients are zero. Read once by the host, and again in
-        every run of a compiled graph. With it, no states are taken or returned.
+        padding, for which out and, if x is finite there, all gradients are zero. Read once by the
+        host, and again in every run of a compiled graph. With it, no states are taken or returned.
     initial_states : tensor (B, D, W - 1), optional
         The inputs before the first token, the latest last; zeros by default.
     return_final_states : bool
