@@ -278,6 +278,7 @@ ONLY = {
             {"query_start_loc": STARTS[:0], "conv_state_indices": None},
             r"query_start_loc has shape \(0,\)",
         ),
+        ({"conv_state_indices": SLOTS[:, None][:, :0]}, r"conv_state_indices has shape \(2, 0\)"),
         ({"conv_state": torch.tensor(1.0)}, "conv_state has shape .*N, 8, L"),
         ({"out": torch.ones(2, D).double()}, "out has dtype"),
         ({"x": torch.ones(1, D).expand(2, D)}, "x overlaps itself"),

@@ -247,7 +247,8 @@ def causal_conv1d_update(
     slots = conv_state_indices
     if slots is not None:
         need_tensor(op, "conv_state_indices", slots)
-        need_integers(op, "conv_state_indices", slots, ("B", "M")[: 2 if slots.ndim == 2 else 1], x)
+        columns = slots.ndim == 2 and slots.shape[1] > 0
+        need_integers(op, "conv_state_indices", slots, ("B", "M") if columns else ("B",), x)
         slots = unpadded(slots[:, 0] if slots.ndim == 2 else slots, null_block_id)
     tokens = x.to(conv_state.dtype)
     if query_start_loc is None and num_accepted_tokens is None:
