@@ -408,8 +408,9 @@ def so2_convolution_vjp(a: Any, y: Any) -> None:
             dparts = y.dmessage.view(shape)
         first, *others = [dparts[:, own] for own in call.inputs]
         if weighing:
-            for result, part in zip(results, parts, strict=True):
-                split_for_both(result, part.shape[1], precision)
+            for result, part, dweight in zip(results, parts, dweights, strict=True):
+                if dweight is not None:
+                    split_for_both(result, part.shape[1], precision)
         multiply(first, results[0], a.weight_m0, precision)
         for to, result, weight in zip(others, results[1:], call.weights[1:], strict=True):
             multiply(to, result, _block_of(weight), precision)
