@@ -149,6 +149,39 @@ def test_merged_experts_have_fused_methods(mode):
     assert_close(evaluated(ours, crystal(torch.float64)), theirs, 1e-10)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_balanced_channels_are_fairchems(monkeypatch, mode, count):
+    options = {"charge_balanced_channels": [0, 1, 2], "spin_balanced_channels": [3, 4]}
+    several = systems(count)
+    several["charge"], several["spin"] = several["charge"] + 2, several["spin"] + 3
+    uma.unregister()
+    theirs = model("general", **options)
+    uma.register()
+    ours = model(mode, **options)
+    uma.unregister()
+    ours[0].load_state_dict(theirs[0].state_dict(), strict=mode == "general")
+    expected = evaluated(theirs, several.clone())
+    assert_close(evaluated(ours, several.clone()), expected, 1e-10)
+    assert_close([hessian(ours)], [hessian(theirs)], 1e-10)
+    x, tx = torch.randn(2, len(several["pos"]), 9, 16, dtype=torch.float64)
+    rest = several["natoms"], several["batch"]
+    charge, tangent = torch.randn(2, count, dtype=torch.float64)
+
+    def balanced(backbone):
+        return lambda x, charge: backbone.balance_channels(x, charge, several["spin"], *rest)
+
+    both = [balanced(of[0]) for of in (ours, theirs)]
+    assert_close(*[torch.func.jvp(of, (x, charge), (tx, tangent)) for of in both], 1e-12)
+    assert_close(*[torch.func.vjp(of, x, charge)[1](tx) for of in both], 1e-12)
+    # Processes that share atoms add their sums up, as fairchem does.
+    found, shared = [], escn_md.gp_utils
+    monkeypatch.setattr(shared, "initialized", lambda: True)
+    monkeypatch.setattr(ours[0].balance_channels, "theirs", lambda *given: found.append(given))
+    both[0](x, charge)
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_networks_of_radial_functions_have_our_products(expected, registered, monkeypatch, mode):
     from fusedops import _products

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from typing import Any
 
 import fusedops._frame.needs_torch  # noqa: F401
@@ -68,34 +70,99 @@ class _Radial(torch.nn.Module):
             return self.net(inputs)
 
 
-def _centred(x: Any, factors: Any) -> Any:
+class _OwnAdjoint(torch.autograd.Function):
+    """A function of rows, a constant and factors: linear in rows, and its own adjoint there.
+
+    Without the constant it gives cotangents of rows, and tangents.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(function: Any, x: Any, constant: Any, *factors: Any) -> Any:
+        """Return the function of the rows."""
+        return function(x, constant, *factors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keep the factors."""
+        ctx.function = inputs[0]
+        ctx.save_for_backward(*inputs[3:])
+        ctx.save_for_forward(*inputs[3:])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        """Return the cotangent of the rows."""
+        factors = ctx.saved_tensors
+        dx = _OwnAdjoint.apply(ctx.function, dy, None, *factors)
+        return None, dx, None, *[None for _ in factors]
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tx: Any, tangent: Any, *others: None) -> Any:
+        """Return the tangent of the rows; a tangent of the constant is one, too."""
+        return _OwnAdjoint.apply(ctx.function, tx, tangent, *ctx.saved_tensors)
+
+
+def _of_rows(function: Any, x: Any, constant: Any, *factors: Any) -> Any:
+    """Return a function that is its own adjoint, of rows."""
+    # torch.compile has no rule for such a class, and it gives the constant no cotangent.
+    if traced() or (constant is not None and constant.requires_grad):
+        return function(x, constant, *factors)
+    return _OwnAdjoint.apply(function, x, constant, *factors)
+
+
+def _centred(x: Any, _: None, factors: Any) -> Any:
     """Return rows (N, K, C) times a factor each, and the first row less its mean."""
     y = x * factors
     y[:, 0] -= y[:, 0].mean(-1, keepdim=True)
     return y
 
 
-class _Centred(torch.autograd.Function):
-    """`_centred`, which is its own adjoint."""
+def _balanced(span: slice, x: Any, target: Any, natoms: Any, batch: Any) -> Any:
+    """Return nodes' rows (N, K, C) with sums over systems' atoms: the target, or zero.
 
-    generate_vmap_rule = True
-    forward = staticmethod(_centred)
+    All numbers of a system change alike, those of the first row in a span of channels.
+    """
+    scalars, single = x[:, 0, span], len(natoms) == 1
+    if single:
+        sums = scalars.sum(0, keepdim=True)
+    else:
+        none = scalars.new_zeros(len(natoms), scalars.shape[1])
+        sums = none.index_add(0, batch, scalars)
+    excess = (sums if target is None else sums - target[:, None]) / natoms[:, None]
+    y = x.clone()
+    y[:, 0, span] -= excess if single else excess.index_select(0, batch)
+    return y
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Keep the factors."""
-        ctx.save_for_backward(inputs[1])
-        ctx.save_for_forward(inputs[1])
 
-    @staticmethod
-    def backward(ctx: Any, dy: Any) -> Any:
-        """Return the cotangent of the rows."""
-        return _Centred.apply(dy, *ctx.saved_tensors), None
+def divides_atoms() -> bool:
+    """Return whether several processes share a model's atoms."""
+    parallel = sys.modules.get("fairchem.core.common.gp_utils")
+    return parallel is not None and parallel.initialized()
 
-    @staticmethod
-    def jvp(ctx: Any, tx: Any, _: Any) -> Any:
-        """Return the tangent of the rows."""
-        return _Centred.apply(tx, *ctx.saved_tensors)
+
+class _Balance:
+    """fairchem's ``balance_channels``: sums of charge and spin channels over systems' atoms.
+
+    The gradient of fairchem's rows ``corrections[batch]`` adds all atoms to one row, one after the
+    other.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.theirs = model.balance_channels
+        self.spans = [
+            slice(getattr(model, f"{name}_channel_start"), getattr(model, f"{name}_channel_end"))
+            for name in ("charge", "spin")
+        ]
+
+    def __call__(self, x: Any, charge: Any, spin: Any, natoms: Any, batch: Any) -> Any:
+        """Return nodes' rows whose channels have the charges, and the spins less one, as sums."""
+        if divides_atoms():
+            return self.theirs(x, charge, spin, natoms, batch)
+        for span, target in zip(self.spans, (charge, spin - 1), strict=True):
+            if span.start < span.stop:
+                x = _of_rows(functools.partial(_balanced, span), x, target, natoms, batch)
+        return x
 
 
 class _Norm(torch.nn.Module):
@@ -121,9 +188,7 @@ class _Norm(torch.nn.Module):
             balance: Any = self.balance_degree_weight
             factors = (len(balance) * balance).sqrt()
             weight = self.affine_weight.index_select(0, self.expand_index) / factors
-            # torch.compile has no rule for such a function.
-            centred = _centred if traced() else _Centred.apply
-            x = centred(node_input, factors)
+            x = _of_rows(_centred, node_input, None, factors)
             x = torch.nn.functional.rms_norm(x, weight.shape, weight, self.eps)
             return x + _first(self.affine_bias, len(weight))
 
@@ -207,3 +272,6 @@ def replace_layers(model: Any, precision: str | None) -> None:
                 made.train(theirs.training)
                 if hasattr(made, "precision"):
                     made.precision = precision
+    # Before fairchem 2.18 each channel was balanced alone.
+    if hasattr(model, "charge_channel_start"):
+        model.balance_channels = _Balance(model)
