@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from fusedops._frame.bridge.modes import transforms
 from fusedops._frame.check import positive, refuse, traced, warn
 from fusedops.compat._edges import targets_of
 from fusedops.compat._graphs import captured
+from fusedops.compat._uma import divides_atoms
 
 #: The names in fairchem's data of what depends on edges.
 EDGES = frozenset(("edge_index", "cell_offsets", "nedges", "scatter_target"))
@@ -71,9 +71,10 @@ class ForceStep(torch.nn.Module):
     -----
     Pairs are found anew once twice the farthest move of an atom, besides the cell's strain, and the
     strain times the cutoff add up to more than the skin; and when periodicity or systems change. A
-    graph keeps the memory of a step. After changes of weights, or of the backbone's attributes,
-    the step is captured anew. A capture that fails, as where a model waits for the GPU, leaves the
-    steps to the model, with a warning. Forward hooks of the model's layers run in no replay.
+    graph keeps the memory of a step, and of the weights that it reads. After changes of weights, or
+    of the backbone's attributes, the step is captured anew. A capture that fails, as where a model
+    waits for the GPU, leaves the steps to the model, with a warning. Forward hooks of the model's
+    layers run in no replay.
 
     Examples
     --------
@@ -129,18 +130,31 @@ class ForceStep(torch.nn.Module):
         >>> step(data)["energy"]  # doctest: +SKIP
         """
         with self._lock:
-            kind = self._kind(data)
+            form = self._form(data)
+            begun = self._begin(data) if self._seen and form == self._seen[0] else None
+            weights = None if form is None else self._weights()
+            kind = None if weights is None else (form, weights)
             if kind is None or kind != self._seen:
                 self._seen, self._captured, self._fails = kind, None, False
-            elif not self._fails and (found := self._step(data)):
+            elif not self._fails and (found := self._step(data, begun)):
                 return found.outputs
             return self.model(data)
 
-    def _step(self, data: Any) -> _Found | None:
-        """Return the results of a step, or None where they aren't the model's."""
+    def _begin(self, data: Any) -> Any:
+        """Launch a step, and return its results, which are of no use if the weights have changed.
+
+        The GPU works while the host looks at them. A graph has kept the memory that it reads.
+        """
         # An error leaves no graph with half of the inputs.
         graph, self._captured = self._captured, None
-        found = None if graph is None else graph.step(data)
+        begun = None if graph is None else graph.begin(data)
+        self._captured = graph
+        return begun
+
+    def _step(self, data: Any, begun: Any) -> _Found | None:
+        """Return the results of a step, or None where they aren't the model's."""
+        graph, self._captured = self._captured, None
+        found = None if graph is None or begun is None else graph.finish(data, begun)
         if found is None:
             # Its memory serves the next one.
             graph = None
@@ -150,46 +164,50 @@ class ForceStep(torch.nn.Module):
                 self._fails = True
                 warn(f"ForceStep: such steps are the model's own: capturing failed: {error!r}")
                 return None
-            found = graph.step(data)
+            found = graph.finish(data, graph.begin(data))
         self._captured = graph
         # A new graph has room.
         assert found is not None
         return found if found.serves else None
 
-    def _kind(self, data: Any) -> Any:
-        """Return all that a graph depends on but values, or None where no graph serves."""
-        modules = list(self.modules())
-        backbones = _backbones(modules)
-        # The GPU waits, and torch's lists of them take three times as long.
-        held = [of for m in modules for of in (m._parameters, m._buffers)]
-        tensors = [x for of in held for x in of.values() if x is not None]
+    def _form(self, data: Any) -> Any:
+        """Return all that a graph of data depends on but values, or None where none serves."""
         given, pos = _inputs(data), data["pos"]
-        parallel = sys.modules.get("fairchem.core.common.gp_utils")
         if (
-            any([m.training for m in modules])
-            or traced()
+            traced()
             or transforms()
             or not _is_on_gpu(pos)
             or any([x.device != pos.device for _, x in given])
-            or not _have_force_steps(backbones)
-            or any([x.requires_grad for x in tensors])
             # A caller may want gradients that go on from here.
             or any([x.grad_fn is not None for _, x in given])
-            or any(map(_divides_edges, modules))
-            or (parallel is not None and parallel.initialized())
+            or divides_atoms()
         ):
             return None
-        settings = {**vars(backbones[0]), **vars(backbones[0].regress_config)}
         return (
             [(name, x.shape, x.dtype, x.device) for name, x in given],
             list(data["dataset"]) if "dataset" in data else None,
-            [(x.data_ptr(), x._version) for x in tensors],
-            {name: x for name, x in settings.items() if isinstance(x, (int, float, str))},
             # Replays, and copies of their results, are in the order of one stream.
             torch.cuda.current_stream(pos.device).cuda_stream if pos.is_cuda else None,
             allows_tf32(),
             torch.are_deterministic_algorithms_enabled(),
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+        )
+
+    def _weights(self) -> Any:
+        """Return all of the model that a graph depends on, or None where no graph serves."""
+        modules = list(self.modules())
+        backbones, tensors = _backbones(modules), _tensors(modules)
+        if (
+            any([m.training for m in modules])
+            or not _have_force_steps(backbones)
+            or any([x.requires_grad for x in tensors])
+            or any(map(_divides_edges, modules))
+        ):
+            return None
+        settings = {**vars(backbones[0]), **vars(backbones[0].regress_config)}
+        return (
+            [(x.data_ptr(), x._version) for x in tensors],
+            {name: x for name, x in settings.items() if isinstance(x, (int, float, str))},
         )
 
 
@@ -214,6 +232,13 @@ def _divides_edges(module: Any) -> bool:
 def _backbones(modules: Iterable[Any]) -> list[Any]:
     names = [(m, [of.__name__ for of in type(m).__mro__]) for m in modules]
     return [m for m, classes in names if "eSCNMDBackbone" in classes]
+
+
+def _tensors(modules: Iterable[Any]) -> list[Any]:
+    """Return the modules' parameters and buffers."""
+    # The GPU waits, and torch's lists of them take three times as long.
+    held = [of for m in modules for of in (m._parameters, m._buffers)]
+    return [x for of in held for x in of.values() if x is not None]
 
 
 def _is_on_gpu(tensor: Any) -> bool:
@@ -246,7 +271,10 @@ class _Captured:
 
     def __init__(self, model: Any, data: Any, skin: float) -> None:
         self.model, self.skin = model, skin
-        (self.backbone,) = _backbones(model.modules())
+        modules = list(model.modules())
+        (self.backbone,) = _backbones(modules)
+        #: Their memory, which a replay may still read when the model has others.
+        self.weights = [x.detach() for x in _tensors(modules)]
         self.data = copied(data)
         for name, x in _inputs(data):
             self.data[name] = x.detach().clone()
@@ -304,36 +332,41 @@ class _Captured:
         self.offsets[:count] = offsets
         self.is_pair[:count] = True
         self.is_pair[count:] = False
-        # Edges that are given hold for one step.
         if self.backbone.otf_graph:
             for name, x in self.origin.items():
                 x.copy_(data[name].detach())
         return True
 
-    def step(self, data: Any) -> _Found | None:
-        """Return the results of a step, or None if the graph has no room for it."""
-        given = not self.backbone.otf_graph
+    def begin(self, data: Any) -> Any:
+        """Launch a step, and return copies of its results, or None if there is no room for it."""
         with torch.no_grad():
             for name, x in _inputs(data):
                 self.data[name].copy_(x)
-            if given and not self._keep(data, *self._pairs(data)):
+            # Edges that are given hold for one step.
+            if not self.backbone.otf_graph and not self._keep(data, *self._pairs(data)):
                 return None
-            outputs, (edges, most, nearer, other, close) = self._replayed()
-            # A distance may be NaN.
-            if not given and (other or not nearer <= self.skin):
+            return self._launched()
+
+    def finish(self, data: Any, begun: Any) -> _Found | None:
+        """Return the results of a step that has begun, or None if there was no room for it."""
+        given, outputs = not self.backbone.otf_graph, begun
+        edges, most, nearer, other, close = self.report.tolist()
+        # A distance may be NaN.
+        if not given and (other or not nearer <= self.skin):
+            with torch.no_grad():
                 if not self._keep(data, *self._pairs(data)):
                     return None
-                outputs, (edges, most, _, _, close) = self._replayed()
+                outputs = self._launched()
+            edges, most, _, _, close = self.report.tolist()
         if edges > self.space:
             return None
         serves = given or (most <= self.backbone.max_neighbors and not close)
         return _Found(outputs, serves)
 
-    def _replayed(self) -> tuple[Any, list[float]]:
-        """Return copies of the results of a replay, and its report, for which the host waits."""
+    def _launched(self) -> Any:
+        """Launch a replay, and return copies of its results."""
         self.run()
-        outputs = tree_map_only(torch.Tensor, torch.clone, self.outputs)
-        return outputs, self.report.tolist()
+        return tree_map_only(torch.Tensor, torch.clone, self.outputs)
 
     def _evaluate(self) -> None:
         """Evaluate the model on the arrays."""
