@@ -40,7 +40,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         action="extend",
         metavar="NAME",
         help="whole steps of programs instead, with the share of each part: refinement, "
-        "whole_refinement, pair, pair_float32, jet, jet_block, jet_block_float32, serving, uma",
+        "whole_refinement, pair, pair_float32, jet, jet_block, jet_block_float32, serving, uma, "
+        "uma_md, uma_md_tf32",
     )
     parser.add_argument("--quick", action="store_true", help="small cases, in a minute")
     parser.add_argument(

@@ -47,6 +47,8 @@ STEPS: dict[str, Callable[[str], Step]] = {
     "jet_block_float32": language.jet_block_float32,
     "serving": language.serving,
     "uma": uma.uma,
+    "uma_md": uma.uma_md,
+    "uma_md_tf32": uma.uma_md_tf32,
 }
 
 

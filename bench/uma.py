@@ -1,22 +1,24 @@
 """A whole step of UMA: energy, forces and stress of atoms, by fairchem's model with random weights.
 
 fairchem builds the model in each of its modes, from the same seed; ours is its fastest mode with
-`fusedops.compat.fairchem`, in eager calls and by `ForceStep`. The edges are given. fairchem's Nitro
-isn't among the peers, as it takes the weights of two published models only.
+`fusedops.compat.fairchem`, in eager calls and by `ForceStep`. With given edges the parts of the
+model are timed, too. Steps of a simulation find the edges; there fairchem's Nitro, which refuses
+all checkpoints but two, gets the random weights by the methods that load these.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 import fusedops
-from bench.peers import Unsuited, peer
+from bench.peers import peer
 from bench.steps import Case, Served, Step, backward_of
 from bench.timing import GRAPHS, TORCH
 from fusedops import samples
@@ -45,6 +47,20 @@ SIZES: dict[str, Any] = {
     "ff_type": "spectral",
     "chg_spin_emb_type": "rand_emb",
     "dataset_mapping": {"omat": "omat"},
+}
+
+#: The sizes of the model that Nitro knows.
+SIMULATED: dict[str, Any] = {
+    **SIZES,
+    "max_num_elements": 100,
+    "num_distance_basis": 32,
+    "charge_balanced_channels": [0, 1, 2],
+    "max_neighbors": 300,
+    "otf_graph": True,
+    "always_use_pbc": False,
+    "direct_forces": False,
+    "regress_forces": True,
+    "regress_stress": True,
 }
 
 
@@ -340,7 +356,188 @@ for _mode, _devices in (
     peer(_mode, "uma", package="fairchem.core", devices=_devices)(_theirs(_mode))
 
 
-@peer("nitro", "uma", package="fairchem.core.models.uma.uma_nitro", devices=("cuda",))
+def uma_md(device: str) -> Step:
+    """A step of a simulation: edges, energy, forces and stress of salt and of water."""
+    return Step(
+        "uma_md",
+        fusedops.so2_convolution,
+        (
+            Case("NaCl", partial(_salt, 5, 5, 1), quick=True),
+            Case("NaCl", partial(_salt, 4, 8, 8)),
+            Case("water", partial(_water, 333)),
+        ),
+        (Case("NaCl", _few),),
+        1e-4,
+        lambda few: _simulated("general", few, "cpu", "float64")[BOTH](),
+        partial(_ours_simulated, None),
+        device,
+        needs=("torch", "scipy", "fairchem-core", "ase"),
+        hows=(GRAPHS,),
+        captured=False,
+    )
+
+
+def uma_md_tf32(device: str) -> Step:
+    """The same with torch's switch for TF32, as fairchem's presets have it."""
+    return replace(
+        uma_md(device), name="uma_md_tf32", tolerance=0.02, ours=partial(_ours_simulated, "tf32")
+    )
+
+
+def _water(molecules: int) -> Atoms:
+    """Return molecules of any direction on a shaken grid, 1 g/cm³."""
+    rng = np.random.default_rng(0)
+    edge, sites = (molecules * 18.015 / 0.60221) ** (1 / 3), int(np.ceil(molecules ** (1 / 3)))
+    grid = np.stack(np.meshgrid(*[np.arange(sites)] * 3, indexing="ij"), -1).reshape(-1, 1, 3)
+    oxygen = (rng.permutation(grid)[:molecules] + 0.5) * edge / sites
+    oxygen = oxygen + rng.normal(scale=0.12, size=oxygen.shape)
+    half = np.radians(104.52) / 2
+    place = 0.9572 * np.array(
+        [[0, 0, 0], *([sign * np.sin(half), np.cos(half), 0] for sign in (1, -1))]
+    )
+    turns = np.linalg.qr(rng.normal(size=(molecules, 3, 3)))[0]
+    xyz = (oxygen + place @ turns).reshape(-1, 3)
+    return _with_edges(xyz, np.tile([8, 1, 1], molecules), np.eye(3) * edge)
+
+
+@functools.cache
+def _force_model(mode: str, device: str, dtype: str, prepared: bool = True) -> Any:
+    """Return fairchem's model with its head."""
+    import torch
+    from fairchem.core.models.uma.escn_md import MLP_EFS_Head, eSCNMDBackbone
+
+    class Forces(torch.nn.Module):
+        """A backbone and its head."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = eSCNMDBackbone(**SIMULATED, execution_mode=mode)
+            self.head = MLP_EFS_Head(self.backbone, wrap_property=False)
+
+        def forward(self, data: Any) -> Any:
+            return self.head(data, self.backbone(data))
+
+    torch.manual_seed(0)
+    model = Forces().eval().to(device, getattr(torch, dtype))
+    if prepared:
+        model.backbone.backend.prepare_model_for_inference(model.backbone)
+    return model.eval().requires_grad_(False)
+
+
+def _described(problem: Atoms, device: str, dtype: str) -> Any:
+    """Return fairchem's description of atoms, without edges."""
+    import ase
+    import torch
+    from fairchem.core.datasets.atomic_data import AtomicData, atomicdata_list_to_batch
+
+    atoms = ase.Atoms(problem.numbers, problem.xyz, cell=problem.cell, pbc=True)
+    atoms.info |= {"charge": 0, "spin": 0}
+    keys = {"task_name": "omat", "r_edges": False, "r_data_keys": ["spin", "charge"]}
+    data = atomicdata_list_to_batch([AtomicData.from_ase(atoms, **keys)])
+    for name in ("pos", "cell"):
+        data[name] = data[name].to(getattr(torch, dtype))
+    return data.to(device)
+
+
+def _simulated(
+    mode: str, problem: Atoms, device: str, dtype: str = "float32", compiles: bool = False
+) -> Steps:
+    """Return the step of fairchem's model in a mode, eager or compiled as by its presets."""
+    import torch
+
+    model, data = _force_model(mode, device, dtype), _described(problem, device, dtype)
+    return _forces(torch.compile(model, dynamic=True) if compiles else model, data)
+
+
+def _forces(model: Any, data: Any) -> Steps:
+    """Return the step of a function of data, which it may write to."""
+    from fusedops.compat._force_steps import copied
+
+    def step() -> tuple[Any, ...]:
+        found = model(copied(data))
+        return tuple([found[name].detach() for name in ("energy", "forces", "stress")])
+
+    return {BOTH: step}
+
+
+def _ours_simulated(
+    precision: str | None, problem: Atoms, how: str, device: str, dtype: str, backend: Any
+) -> Served:
+    """Return the step by `ForceStep`."""
+    import fusedops.compat.fairchem as compat
+
+    compat.register(turbo=True, precision=precision)
+    try:
+        # A model of ours is no other's.
+        model = _force_model.__wrapped__("umas_fast_gpu", device, dtype)
+    finally:
+        compat.unregister()
+    steps = _forces(compat.ForceStep(model), _described(problem, device, dtype))
+    return Served(steps if precision is None else _with_tf32(steps))
+
+
+def _with_tf32(steps: Steps) -> Steps:
+    """Return steps that are computed with torch's switch for TF32."""
+
+    def switched(step: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            with _tf32():
+                return step()
+
+        return run
+
+    return {what: switched(step) for what, step in steps.items()}
+
+
+@contextlib.contextmanager
+def _tf32() -> Iterator[None]:
+    import torch
+
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+for _mode in ("general", "umas_fast_gpu"):
+    peer(_mode, "uma_md", package="fairchem.core", devices=("cuda",))(partial(_simulated, _mode))
+
+
+@peer("umas_fast_gpu", "uma_md_tf32", package="fairchem.core", devices=("cuda",))
+def fast_in_tf32(problem: Atoms, device: str) -> Steps:
+    return _with_tf32(_simulated("umas_fast_gpu", problem, device))
+
+
+@peer("umas_fast_gpu, compiled", "uma_md_tf32", package="fairchem.core", devices=("cuda",))
+def compiled_in_tf32(problem: Atoms, device: str) -> Steps:
+    return _with_tf32(_simulated("umas_fast_gpu", problem, device, compiles=True))
+
+
+NITRO = "fairchem.core.models.uma.uma_nitro"
+
+
+@peer("Nitro", "uma_md", "uma_md_tf32", package=NITRO, devices=("cuda",))
 def nitro(problem: Atoms, device: str) -> Steps:
-    """Nitro refuses random weights: it knows its two models by the hashes of their files."""
-    raise Unsuited("takes the weights of two published models only")
+    """Nitro with the weights of the general mode; it computes in TF32 and float16."""
+    kernels, model = _nitro(device)
+    kernels._USE_GRAPH = True
+    kernels.set_force_precision(True)
+    return _forces(partial(kernels._nitro_forward, model), _described(problem, device, "float32"))
+
+
+@functools.cache
+def _nitro(device: str) -> tuple[Any, Any]:
+    """Return Nitro's module and a model, whose weights are the general mode's."""
+    import importlib
+
+    kernels = importlib.import_module(f"{NITRO}._inference")
+    theirs = _force_model("general", "cpu", "float32", prepared=False)
+    state = {f"module.backbone.{k}": v for k, v in theirs.backbone.named_parameters()}
+    state |= {f"module.output_heads.efs.{k}": v for k, v in theirs.head.named_parameters()}
+    of = {"backbone": {"dataset_mapping": SIZES["dataset_mapping"]}, "heads": {"efs": {}}}
+    model = kernels.UMANitroModel(of, state).to(device).eval().requires_grad_(False)
+    # As merging leaves a model; this one has no mixture of experts.
+    model._experts = {}
+    return kernels, model

@@ -825,6 +825,7 @@ def test_the_pages_have_the_tables_of_the_files():
     # On the CPU blocks have float32 anyway.
     both = {(m, d) for m in modules for d in ("cpu", "h200")}
     both -= {("pair_float32", "cpu"), ("jet_block_float32", "cpu")}
+    both -= {("uma_md", "cpu"), ("uma_md_tf32", "cpu")}
     assert places == both | others
     parts = {match[1:3] for match in tables.PART.findall(readme)}
     assert parts == {("largest", "cpu"), ("largest", "h200")}

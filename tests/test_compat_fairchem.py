@@ -892,6 +892,37 @@ def test_a_step_of_the_bench_agrees_with_fairchem(monkeypatch):
     bench._truth.cache_clear()
 
 
+@pytest.mark.parametrize("name", ["uma_md", "uma_md_tf32"])
+def test_a_simulated_step_of_the_bench_agrees_with_fairchem(monkeypatch, name):
+    import benches  # noqa: F401
+    from bench import uma as bench
+    from bench.timing import GRAPHS
+    from fusedops._catalogue import BOTH
+
+    sizes = {"sphere_channels": 16, "hidden_channels": 16, "edge_channels": 8, "num_layers": 1}
+    monkeypatch.setattr(bench, "SIMULATED", {**bench.SIMULATED, **sizes})
+    bench._force_model.cache_clear()
+    step = getattr(bench, name)("cpu")
+    few = step.checks[0].make()
+    truth = step.reference(few)
+    ours = step.ours(few, GRAPHS, "cpu", "float32", None)
+    for found in (ours.steps()[BOTH](), bench._simulated("general", few, "cpu")[BOTH]()):
+        assert_close([value.double() for value in found], truth, 1e-4)
+    assert not torch.backends.cuda.matmul.allow_tf32
+    bench._force_model.cache_clear()
+
+
+def test_water_of_the_bench():
+    import benches  # noqa: F401
+    from bench import uma as bench
+
+    water = bench._water(3)
+    bonds = water.xyz.reshape(3, 3, 3)[:, 1:] - water.xyz.reshape(3, 3, 3)[:, :1]
+    lengths = (bonds**2).sum(-1) ** 0.5
+    assert abs(lengths - 0.9572).max() < 1e-12
+    assert abs((bonds[:, 0] * bonds[:, 1]).sum(-1) / 0.9572**2 + 0.25072).max() < 1e-5
+
+
 def test_edges_of_the_bench_are_those_of_ase():
     from ase import Atoms
     from ase.neighborlist import neighbor_list
