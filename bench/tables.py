@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,14 @@ def _table(block: dict[str, Any]) -> str:
         cases.setdefault(what, {})[row["who"], row["how"]] = row
     host = ["host, µs (over empty)"] if any(row.get("host_ms") for row in rows) else []
     alone = ["over alone"] if any(row.get("alone_ms") for row in rows) else []
-    numbers = [*(NAMES.get(who, who) for who in contestants), *host, *alone, "floor", "MB"]
+    numbers = [
+        *(NAMES.get(who, who) for who in contestants),
+        "errors",
+        *host,
+        *alone,
+        "floor",
+        "MB",
+    ]
     lines = [
         _line(["workload", "dtype", "pass", *numbers]),
         "|---|---|---|" + "---:|" * len(numbers),
@@ -181,6 +189,7 @@ def _table(block: dict[str, Any]) -> str:
         peaks = [row["peak_MB"] for row in ours if row["peak_MB"] is not None]
         ends = [report.digits(floor), f"{min(peaks):,.0f}" if peaks else ""]
         extra = [*[_host(ours)] * len(host), *[_over_alone(ours)] * len(alone)]
+        times.append(_errors(found.values(), contestants))
         lines.append(_line([*case, *times, *extra, *ends]))
     return "\n".join(lines)
 
@@ -206,6 +215,11 @@ def _shares(block: dict[str, Any]) -> str:
         cells = [_share(row) if row else "" for row in found]
         lines.append(_line([case if case != last else "", part, *cells]))
         last = case
+    rows = [row for row in block["cases"] if row["ms"]]
+    errors = [
+        _errors([row for row in rows if row["how"] == how], [who]) for who, how in contestants
+    ]
+    lines.append(_line(["", "largest error", *errors]))
     return "\n".join(lines)
 
 
@@ -256,6 +270,18 @@ def _after(block: dict[str, Any]) -> str:
         if row["exponent"] is not None
     ]
     return "\n".join(said)
+
+
+def _errors(rows: Iterable[dict[str, Any]], of: Iterable[str]) -> str:
+    """Return the largest errors of some contestants: of values, and of gradients beside these."""
+    largest: dict[str, float] = {}
+    for row in rows:
+        names = ("value",) if row["pass"] == FORWARD else ("value", "gradient")
+        for name in names:
+            error = (row["error"] or {}).get(name)
+            if error is not None:
+                largest[row["who"]] = max(largest.get(row["who"], 0.0), error)
+    return " / ".join(f"{largest[who]:.0e}" if who in largest else "–" for who in of)
 
 
 def _line(cells: list[str]) -> str:

@@ -845,7 +845,7 @@ def test_the_measured_tables(tmp_path):
     block = given["ops"]["dynamic_conv"]
     block |= {"machine": measure.machine("cpu"), "rates": measure.rates_in_words(benches.RATES)}
     for row in block["cases"]:
-        row |= {"peak_MB": 3.0, "work": work_of(7)}
+        row |= {"peak_MB": 3.0, "work": work_of(7), "error": {"value": 2e-7, "gradient": 3e-6}}
 
     def written(module="conv"):
         report.save(tmp_path / "cpu.json", given)
@@ -855,8 +855,9 @@ def test_the_measured_tables(tmp_path):
         return text
 
     text = written()
-    assert "| workload | dtype | pass | Cython | Numba | floor | MB |\n" in text
-    assert "| Jet: T 7 | float32 | forward | 1.00 | 2.00 | 0.500 | 3 |\n" in text
+    assert "| workload | dtype | pass | Cython | Numba | errors | floor | MB |\n" in text
+    # A forward pass has no gradients.
+    assert "| Jet: T 7 | float32 | forward | 1.00 | 2.00 | 2e-07 / 2e-07 | 0.500 | 3 |\n" in text
     first, peer = block["cases"][0], block["cases"][1] | {"who": "x", "ours": False}
     beside = given | {"ops": {"dynamic_conv": block | {"cases": [*block["cases"], peer]}}}
     assert "| `dynamic_conv` | T 7, float32, forward | 1.00 | 2.00, x |" in tables.largest(beside)
@@ -864,24 +865,24 @@ def test_the_measured_tables(tmp_path):
     first["host_ms"] = 0.0123
     block["cases"].append(first | {"how": "torch", "over_empty": 2.05})
     text = written()
-    assert "| Cython | Numba | host, µs (over empty) | floor | MB |\n" in text
-    assert "| 1.00 / 1.00 | 2.00 | 12.3 (2.05) | 0.500 | 3 |\n" in text
+    assert "| Cython | Numba | errors | host, µs (over empty) | floor | MB |\n" in text
+    assert "| 1.00 / 1.00 | 2.00 | 2e-07 / 2e-07 | 12.3 (2.05) | 0.500 | 3 |\n" in text
     # The table has a small and a large size, whoever is faster, and no empty functions.
     block["cases"] = [first] + [
         first | {"how": "torch", "size": size, "shape": {"T": size}, "ms": ms, **who}
         for size in (7, 70, 700)
         for ms, who in (
             (2.0, {"over_empty": 2.05}),
-            (1.0 if size == 7 else 4.0, {"who": "x", "ours": False}),
+            (1.0 if size == 7 else 4.0, {"who": "x", "ours": False, "error": None}),
             (0.1, {"who": "empty", "ours": False, "computes": False}),
         )
     ]
     for row in block["cases"]:
         row["work"] = work_of(row["size"])
     text = written()
-    assert "| Cython | x | host, µs (over empty) | floor | MB |\n" in text
-    assert "| Jet: T 7 | float32 | forward | 1.00 / 2.00 | 1.00 | 12.3 (2.05) |" in text
-    assert "| Jet: T 700 | float32 | forward | – / 2.00 | 4.00 | 12.3 (2.05) |" in text
+    assert "| Cython | x | errors | host, µs (over empty) | floor | MB |\n" in text
+    assert "| Jet: T 7 | float32 | forward | 1.00 / 2.00 | 1.00 | 2e-07 / – | 12.3 (2.05) |" in text
+    assert "| Jet: T 700 | float32 | forward | – / 2.00 | 4.00 | 2e-07 / – | 12.3 (2.05) |" in text
     assert "T 70 " not in text
     lost = "<details><summary>1</summary>Jet: T 7, float32, forward: x, 2.00</details>"
     assert f"| `dynamic_conv` | 2 of 3 |  | {lost} |\n" in written("peers")
@@ -1032,7 +1033,7 @@ def test_a_step_has_its_json_its_tables_and_its_picture(tmp_path, monkeypatch, c
     assert steps.DATA in out
     assert {row["how"] for row in ours} == {"NumPy", *["torch"] * HAS_TORCH}
     assert {row["shape"]["atoms"] for row in ours} == {row["size"] for row in ours} == {36}
-    assert {*names[3:]} == {*PARTS, *map(steps.backward_of, PARTS)}
+    assert {*names[3:]} == {*PARTS, *map(steps.backward_of, PARTS), "largest error"}
     assert re.search(r"\| density \| [\d.]+ \(\d+%\) \|", written)
     pytest.importorskip("matplotlib")
     block["cases"].append(ours[0] | {"who": "x", "ours": False, "ms": 2 * ours[0]["ms"]})
