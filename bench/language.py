@@ -457,6 +457,26 @@ def jet_block_in_torch(problem: Layer, device: str) -> Steps:
     return _block_by(make, problem, device, problem.dtype).steps()
 
 
+@peer("torch.compile", *JET_BLOCK, quick=False)
+def jet_block_compiled(problem: Layer, device: str) -> Steps:
+    """The same, compiled but for the loop over chunks, which would be unrolled."""
+    import torch
+
+    torch.compiler.reset()
+    compiled = partial(torch.compile, dynamic=False)
+    parts = {"prepare": compiled(_prepared_chunks), "step": compiled(_step_of_chunk)}
+
+    @partial(torch.compiler.disable, recursive=False)
+    def rule(*given: Any) -> tuple[Any, Any]:
+        return _rule_by_chunks(*given, **parts)
+
+    def make(given: Layer) -> tuple[Any, Any]:
+        function, parameters = _formula_of_block(given, rule)
+        return compiled(function), parameters
+
+    return _block_by(make, problem, device, problem.dtype).steps()
+
+
 def _rule_by_tokens(q: Any, k: Any, v: Any, g: Any, beta: Any, S: Any) -> tuple[Any, Any]:
     """Return the delta rule, a token after the other, and the state after the last."""
     import torch
@@ -470,15 +490,36 @@ def _rule_by_tokens(q: Any, k: Any, v: Any, g: Any, beta: Any, S: Any) -> tuple[
     return torch.stack(outs, 1), S
 
 
-def _rule_by_chunks(q: Any, k: Any, v: Any, g: Any, beta: Any, S: Any) -> tuple[Any, Any]:
+def _rule_by_chunks(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    S: Any,
+    prepare: Callable[..., Any] | None = None,
+    step: Callable[..., Any] | None = None,
+) -> tuple[Any, Any]:
     """Return the delta rule, a chunk after the other, as programs without fla compute it."""
+    import torch
+
+    prepare, step, outs = prepare or _prepared_chunks, step or _step_of_chunk, []
+    for parts in zip(*prepare(*[x.to(S.dtype) for x in (q, k, v, g, beta)]), strict=True):
+        out, S = step(S, *parts)
+        outs.append(out)
+    out = torch.stack(outs).movedim((0, 2), (1, 3)).flatten(1, 2)[:, : q.shape[1]]
+    return out / KEYS**0.5, S
+
+
+def _prepared_chunks(q: Any, k: Any, v: Any, g: Any, beta: Any) -> tuple[Any, ...]:
+    """Return what a step takes of every chunk of 64 tokens."""
     import torch
     from torch.nn import functional as F
 
     tokens, size = q.shape[1], 64
 
     def chunks(x: Any) -> Any:
-        x = F.pad(x.to(S.dtype), (0, 0, 0, 0, 0, -tokens % size))
+        x = F.pad(x, (0, 0, 0, 0, 0, -tokens % size))
         return x.unflatten(1, (-1, size)).movedim((1, 3), (0, 2))
 
     q, k, v, g, beta = map(chunks, (q, k, v, g[..., None], beta[..., None]))
@@ -490,13 +531,15 @@ def _rule_by_chunks(q: Any, k: Any, v: Any, g: Any, beta: Any, S: Any) -> tuple[
     values, keys = solve(beta * v), solve(beta * passed.exp() * k)
     attention = q @ k.mT * decays
     q, k = q * passed.exp(), k * (passed[..., -1:, :] - passed).exp()
-    outs = []
-    for n in range(len(q)):
-        u = values[n] - keys[n] @ S
-        outs.append(q[n] @ S + attention[n] @ u)
-        S = passed[n, ..., -1:, :].exp() * S + k[n].mT @ u
-    out = torch.stack(outs).movedim((0, 2), (1, 3)).flatten(1, 2)[:, :tokens]
-    return out / KEYS**0.5, S
+    return q, k, values, keys, attention, passed[..., -1:, :].exp()
+
+
+def _step_of_chunk(
+    S: Any, q: Any, k: Any, values: Any, keys: Any, attention: Any, decay: Any
+) -> tuple[Any, Any]:
+    """Return a chunk's results, and the state after it."""
+    u = values - keys @ S
+    return q @ S + attention @ u, decay * S + k.mT @ u
 
 
 def _formula_of_block(
