@@ -1110,7 +1110,12 @@ def versions() -> dict[str, str]:
         "torchref-kernels",
         "gemmi",
         "cuequivariance-torch",
+        # Its kernels, for CUDA 12 or 13.
+        "cuequivariance-ops-torch-cu12",
+        "cuequivariance-ops-torch-cu13",
         "fairchem-core",
+        # Nitro's kernels for Hopper.
+        "nvidia-cutlass-dsl",
         "fla-core",
         "causal-conv1d",
     ):
