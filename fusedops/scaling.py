@@ -333,7 +333,7 @@ def k_mask(s: ArrayT, k_sol: Any, B_sol: Any) -> ArrayT:
     [0.35, 0.312]
     """
     s, k_sol, B_sol = _alike("k_mask", s, k_sol=k_sol, B_sol=B_sol)
-    return k_sol * namespace(s).exp(-B_sol / 4 * (s * s).sum(-1))
+    return k_sol * namespace(s).exp(-(B_sol / 4.0) * (s * s).sum(-1))
 
 
 def k_total(s: ArrayT, k_overall: Any, U_aniso: Any) -> ArrayT:

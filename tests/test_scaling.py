@@ -69,6 +69,12 @@ def test_the_scales_are_their_definitions():
     np.testing.assert_allclose(k_mask(s, 0.4, 60), [0.4 * np.exp(-60 * x @ x / 4) for x in s])
 
 
+@pytest.mark.parametrize("B_sol", [46, np.uint8(46), np.array(46, np.uint8)], ids=repr)
+def test_a_parameter_may_be_an_integer(B_sol):
+    s = np.array([[0.0, 0.1, 0.0]])
+    np.testing.assert_allclose(k_mask(s, 0.35, B_sol), k_mask(s, 0.35, 46.0), rtol=1e-12)
+
+
 def test_scales_of_tensors_have_gradients():
     torch = pytest.importorskip("torch")
     s = torch.randn(5, 3, dtype=torch.float64) / 4
