@@ -156,6 +156,9 @@ def test_indices_on_meta_are_refused_beside_other_tensors_there():
                 function(**{name: tensor.to("meta") for name, tensor in tensors.items()})
             refused += 1
     assert refused
+    planes = [(torch.zeros(1, 3, dtype=torch.int64, device="meta"), torch.ones(1, device="meta"))]
+    with pytest.raises(TypeError, match=r"plane_groups\[0\] indices is on meta; it should be"):
+        fusedops.planarity_nll(torch.zeros(4, 3, device="meta"), planes)
 
 
 @pytest.mark.parametrize("kind", ["dtensor", "nested"])

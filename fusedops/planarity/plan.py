@@ -117,7 +117,7 @@ class Planes(Packed):
     def _read_once(
         cls, op: str, tensors: Sequence[Any], options: dict[str, Any], in_graph: bool
     ) -> Planes:
-        if not tensors[0].is_cpu:
+        if tensors[0].is_cuda:
             # A CUDA graph wouldn't hold planes that are packed anew after a write.
             cls._refuse_capture(op)
         # To pack planes takes so long that those of CPU tensors are kept too.
