@@ -1712,9 +1712,11 @@ class TestTorchRef:
         assert calls()["build_electron_density"] == 1
         assert_close(ours, theirs, 1e-4)
         assert calls()["SfFFT.map_to_structure_factors"] == 1
-        # Indices that alias, and a complex map, are TorchRef's.
+        # Indices that alias or of 16 bits, and maps of complex numbers or integers, are theirs.
+        given = [(hkl, rho), (50 * hkl, rho), (hkl, (1 + 2j) * rho), (hkl.short(), rho)]
+        given.append((hkl, (100 * rho).long()))
         for symmetric in (True, False):
-            for indices, map in ((hkl, rho), (50 * hkl, rho), (hkl, (1 + 2j) * rho)):
+            for indices, map in given:
                 found = engine.map_to_structure_factors(map, indices, symmetric)
                 compat.unregister()
                 assert_close(found, engine.map_to_structure_factors(map, indices, symmetric), 1e-5)

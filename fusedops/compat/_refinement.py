@@ -113,8 +113,9 @@ def map_to_structure_factors(
     engine: Any, density_map: Any, hkl: Any, apply_symmetry: bool = True
 ) -> Any:
     """Return structure factors by a real transform, whose operations take no pass over the map."""
-    real, cell = density_map.ndim == 3 and not density_map.is_complex(), engine.fractional_matrix
-    if unserved() or not real or hkl.is_floating_point() or cell is None or cell.requires_grad:
+    cell, served = engine.fractional_matrix, hkl.dtype in (torch.int32, torch.int64)
+    served &= density_map.ndim == 3 and density_map.dtype in (torch.float32, torch.float64)
+    if unserved() or not served or cell is None or cell.requires_grad:
         return NotImplemented
     shape = tuple(density_map.shape)
     key = shape, engine.ctx.crystal_key, apply_symmetry, str(density_map.device), hkl._version
