@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import fusedops
-from fusedops._frame.check import floats, of_shape, real, refuse, values
+from fusedops._frame.check import floats, of_shape, real, refuse, size, values
 from fusedops._frame.registry import BackendName
 from fusedops.planarity import Fit
 from fusedops.structure import PlanarGroups, Structure, checked_xyz
@@ -181,8 +181,8 @@ def flattened(
     Raises
     ------
     TypeError, ValueError
-        `xyz` has another shape, isn't of real numbers or isn't finite; `tether` isn't finite or is
-        negative; or as `fusedops.planarity_nll`.
+        `xyz` has another shape, isn't of real numbers or isn't finite; `tether` isn't finite;
+        `tether` or `steps` is negative; or as `fusedops.planarity_nll`.
 
     Examples
     --------
@@ -201,6 +201,9 @@ def flattened(
         refuse(ValueError, op, f"xyz[{first}]", f"is {xyz[first].tolist()}", "be finite")
     if not 0 <= real(op, "tether", tether) < np.inf:
         refuse(ValueError, op, "tether", f"is {tether!r}", "be a number of at least 0")
+    if not size(op, "steps", steps):
+        # SciPy takes a step before it counts.
+        return xyz.astype(np.float64), 0
 
     def energy(flat: np.ndarray) -> tuple[float, np.ndarray]:
         moved = flat.reshape(-1, 3)

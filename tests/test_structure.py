@@ -490,3 +490,14 @@ def test_coordinates_that_are_not_finite_are_not_flat(ubiquitin):
     for tether in (np.nan, -1.0):
         with pytest.raises(ValueError, match=r"^flattened: tether is .* at least 0"):
             flattened(ubiquitin.xyz, planes.groups, tether=tether)
+
+
+def test_no_more_steps_are_taken_than_asked_for(ubiquitin):
+    pytest.importorskip("scipy")
+    planes = planar_groups(ubiquitin).groups
+    for most in (0, 1, 2):
+        xyz, steps = flattened(ubiquitin.xyz, planes, steps=most)
+        assert steps == most
+        assert (xyz == ubiquitin.xyz).all() == (most == 0)
+    with pytest.raises(ValueError, match=r"^flattened: steps is -1; it should be at least 0"):
+        flattened(ubiquitin.xyz, planes, steps=-1)
