@@ -137,9 +137,9 @@ def read_amplitudes(path: str | os.PathLike) -> Amplitudes:
     Returns
     -------
     Amplitudes
-        Amplitudes of the first data block with reflections. Columns of amplitudes are preferred to
-        columns of intensities, whose square roots are taken otherwise, and columns with values to
-        columns without.
+        Amplitudes of the first data block with reflections. Columns with values are preferred to
+        columns without, then columns with sigmas, and then amplitudes to intensities, whose square
+        roots are taken otherwise.
 
     Raises
     ------
