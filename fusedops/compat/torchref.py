@@ -298,10 +298,12 @@ def register() -> None:
 
     In TorchRef 0.7 the targets of bonds, angles, torsions, chiral volumes and contacts, the latter
     with riding hydrogens, are the values of one call of `fusedops.geometry_nll`, kept while the
-    atoms stay. Targets with other parameters than TorchRef's defaults stay TorchRef's. Scales, the
-    solvent mask, likelihoods, B restraints and statistics are served too, and the start before the
-    refinement: tables of monomers, links and riding hydrogens are TorchRef's, made in less time.
-    Scales are fitted by steps of our own, which also look for solvent where TorchRef's don't.
+    atoms stay. A backward pass through a value frees the graph of all: for the gradient of each
+    alone, call each target after the last one's pass, or retain the graph. Targets with other
+    parameters than TorchRef's defaults stay TorchRef's. Scales, the solvent mask, likelihoods, B
+    restraints and statistics are served too, and the start before the refinement: tables of
+    monomers, links and riding hydrogens are TorchRef's, made in less time. Scales are fitted by
+    steps of our own, which also look for solvent where TorchRef's don't.
     On a GPU an optimizer's run evaluates its losses by a CUDA graph, which has no second
     derivatives.
 
