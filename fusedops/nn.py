@@ -935,7 +935,7 @@ class SO2Convolution(torch.nn.Module):
     edge_channels_list : sequence of int, optional
         Without `internal_weights`, the sizes of the network's input and hidden layers.
     extra_m0_output_channels : int, optional
-        G, the number of gates, which are returned beside the result.
+        G, the number of gates, which are returned beside the result, 0 of them too.
     precision : {None, "float32", "ieee", "tf32", "bf16"}
         See `fusedops.so2_convolution`.
     backend : str, optional
@@ -1058,7 +1058,7 @@ class SO2Convolution(torch.nn.Module):
         out : tensor (E, M, D)
             The convolution, m-major.
         gates : tensor (E, G)
-            With `extra_m0_output_channels` only.
+            Unless `extra_m0_output_channels` is None.
 
         Raises
         ------
@@ -1103,17 +1103,19 @@ class SO2Convolution(torch.nn.Module):
                 check_callable("SO2Convolution", which, x, self.backend)
                 return self._by_layers(x, x_edge, layers)
         weights = [layer.weight for layer in layers[1:]]
+        G = self.extra_m0_output_channels
         found: Any = so2_convolution(
             x,
             self.fc_m0.weight,
             *weights,
             bias=self.fc_m0.bias,
             radial=x_edge,
-            gate_channels=self.extra_m0_output_channels or 0,
+            gate_channels=G or 0,
             precision=self.precision,
             backend=self.backend,
         )
-        return found
+        # Degree 0 alone has no gates, and fairchem's caller expects the pair.
+        return (found, found.new_empty(len(x), 0)) if G == 0 else found
 
     def _by_layers(self, x: torch.Tensor, radial: torch.Tensor | None, layers: Any) -> Any:
         """Return the convolution of messages, and the gates, by calls of the layers."""
@@ -1122,13 +1124,14 @@ class SO2Convolution(torch.nn.Module):
             numbers = orders(self.lmax, self.mmax)[-1][1].stop * self.sphere_channels
             of_shape("SO2Convolution", "x_edge", radial, (len(x), numbers))
         first, *parts = by_order(x, radial, self.lmax, self.mmax)
-        G = self.extra_m0_output_channels or 0
-        gates, *found = layers[0](first).split([G, (self.lmax + 1) * self.m_output_channels], -1)
+        G = self.extra_m0_output_channels
+        sizes = [G or 0, (self.lmax + 1) * self.m_output_channels]
+        gates, *found = layers[0](first).split(sizes, -1)
         for part, layer in zip(parts, layers[1:], strict=True):
             real, imaginary = layer(part.unflatten(1, (2, -1))).chunk(2, -1)
             found += [real[:, 0] - imaginary[:, 1], real[:, 1] + imaginary[:, 0]]
         out = torch.cat(found, 1).unflatten(1, (rows, self.m_output_channels))
-        return (out, gates) if G else out
+        return out if G is None else (out, gates)
 
     def extra_repr(self) -> str:
         """Return the text in ``repr`` that comes before the layers."""

@@ -35,7 +35,7 @@ from fusedops.nn import SO2Convolution  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 MODES = [mode.value for mode in execution_backends.ExecutionMode if mode.value in uma.MODES]
-DEGREES = [(2, 2), (2, 1), (4, 2)]
+DEGREES = [(2, 2), (2, 1), (4, 2), (0, 0)]
 #: Of the largest value: the sums have another order.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 SETTINGS = InferenceSettings(

@@ -325,6 +325,20 @@ def test_a_module_is_the_op_with_its_parameters(gates, network):
     assert all(parameter.grad is not None for parameter in module.parameters())
 
 
+@needs_torch
+def test_no_gates_are_returned_as_any_others():
+    """As by fairchem's layer for lmax = 0, whose caller takes the pair apart."""
+    from fusedops.nn import SO2Convolution
+
+    module, x = SO2Convolution(3, 2, 0, 0, extra_m0_output_channels=0), torch.randn(5, 1, 3)
+    out, gates = module(x)
+    hook = module.fc_m0.register_forward_hook(lambda *_: None)
+    by_layers = module(x)
+    hook.remove()
+    assert gates.shape == by_layers[1].shape == (5, 0)
+    torch.testing.assert_close(out, by_layers[0])
+
+
 def network(kind=None):
     """Return a network of radial functions, and its input."""
     torch.manual_seed(0)
