@@ -346,6 +346,33 @@ def test_hessians_are_those_of_fairchem(mode, degree):
     assert_close([ours], [theirs], 1e-10)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_transforms_of_a_model_are_those_of_fairchem(mode):
+    uma.unregister()
+    theirs = model("general", regress_forces=False)
+    uma.register()
+    ours = model(mode, regress_forces=False)
+    uma.unregister()
+    data = systems(1)
+    found = theirs[0]._generate_graph(data.clone())
+    for name in ("edge_index", "cell_offsets"):
+        data[name] = found[name]
+    data["nedges"] = found["neighbors"]
+    pos, tpos = data["pos"], torch.randn_like(data["pos"])
+    results = []
+    for backbone, head in (ours, theirs):
+        backbone.otf_graph = False
+
+        def energy(pos, backbone=backbone, head=head):
+            moved = _force_steps.copied(data)
+            moved["pos"] = pos
+            return head(moved, backbone(moved))["energy"].sum()
+
+        pushed = torch.func.jvp(torch.func.grad(energy), (pos,), (tpos,))
+        results.append((torch.func.jvp(energy, (pos,), (tpos,))[1], *pushed))
+    assert_close(*results, 1e-10)
+
+
 def by_weights(model):
     """Return the gradients of energy and squared forces by a backbone's weights."""
     model[1].train()

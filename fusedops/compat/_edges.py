@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fusedops._frame.check import traced
+from fusedops._frame.check import outside_of_transforms, traced
 from fusedops.wigner import Edges
 from fusedops.wigner.plan import grouped_ends
 
+NAME = "fusedops.compat.fairchem"
 #: The edges of fairchem's index tensors, by number of nodes and offset.
 _read = WeakTensorKeyDictionary()
 
@@ -24,26 +25,34 @@ def edges_of(index: Any, num_nodes: int, offset: int | None = None) -> Any:
     With an offset, the index has targets, or sources and targets, and both ends of an edge are its
     target less the offset: fairchem sums over edges whose sources may be other processes' nodes.
     """
-    ends = index
-    if offset is not None:
-        targets = index[1] if index.ndim == 2 else index
-        ends = (targets - offset if offset else targets).expand(2, -1)
     if traced():
-        return ends
-    kept = _read.setdefault(index, {})
-    before, edges = kept.get((num_nodes, offset), (None, None))
-    now = _state(index)
-    if index.is_cpu:
-        # NumPy may share the memory, and writes to it without a new version.
-        same = edges is not None and all(
-            map(np.array_equal, (edges.source, edges.target), ends.numpy())
-        )
-    else:
-        same = now is not None and now == before
-    if not same:
-        edges = Edges.read("fusedops.compat.fairchem", ends, num_nodes=num_nodes)
-        kept[num_nodes, offset] = now, edges
-    return edges
+        return _ends(index, offset)
+    # torch.func wraps all that is computed within a transform, indices too.
+    index = outside_of_transforms(NAME, "edge_index", index)
+    with Edges.outside_of_transforms(NAME, (index,)):
+        ends = _ends(index, offset)
+        kept = _read.setdefault(index, {})
+        before, edges = kept.get((num_nodes, offset), (None, None))
+        now = _state(index)
+        if index.is_cpu:
+            # NumPy may share the memory, and writes to it without a new version.
+            same = edges is not None and all(
+                map(np.array_equal, (edges.source, edges.target), ends.numpy())
+            )
+        else:
+            same = now is not None and now == before
+        if not same:
+            edges = Edges.read(NAME, ends, num_nodes=num_nodes)
+            kept[num_nodes, offset] = now, edges
+        return edges
+
+
+def _ends(index: Any, offset: int | None) -> Any:
+    """Return both ends of every edge."""
+    if offset is None:
+        return index
+    targets = index[1] if index.ndim == 2 else index
+    return (targets - offset if offset else targets).expand(2, -1)
 
 
 def _state(index: Any) -> Any:
