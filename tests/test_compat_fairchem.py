@@ -174,6 +174,14 @@ def test_balanced_channels_are_fairchems(monkeypatch, mode, count):
     both = [balanced(of[0]) for of in (ours, theirs)]
     assert_close(*[torch.func.jvp(of, (x, charge), (tx, tangent)) for of in both], 1e-12)
     assert_close(*[torch.func.vjp(of, x, charge)[1](tx) for of in both], 1e-12)
+    assert_close(*[torch.func.jacfwd(of, (0, 1))(x, charge) for of in both], 1e-12)
+
+    def mixed(of):
+        """Return the derivatives by charges of a gradient by rows, in two transforms."""
+        rows = torch.func.grad(lambda x, charge: of(x, charge).pow(3).sum())
+        return [torch.func.grad(lambda charge: rows(x, charge).square().sum())(charge)]
+
+    assert_close(*map(mixed, both), 1e-12)
     # Processes that share atoms add their sums up, as fairchem does.
     found, shared = [], escn_md.gp_utils
     monkeypatch.setattr(shared, "initialized", lambda: True)

@@ -10,7 +10,9 @@ import fusedops._frame.needs_torch  # noqa: F401
 
 import torch
 
+from fusedops._frame.bridge.modes import has_tangent
 from fusedops._frame.check import traced
+from fusedops._frame.torch_private import private
 from fusedops._products import linear_products
 from fusedops.nn import SO2Convolution
 from fusedops.so2 import Layout, gate_activation
@@ -98,15 +100,15 @@ class _OwnAdjoint(torch.autograd.Function):
         return None, dx, None, *[None for _ in factors]
 
     @staticmethod
-    def jvp(ctx: Any, _: None, tx: Any, tangent: Any, *others: None) -> Any:
-        """Return the tangent of the rows; a tangent of the constant is one, too."""
-        return _OwnAdjoint.apply(ctx.function, tx, tangent, *ctx.saved_tensors)
+    def jvp(ctx: Any, _: None, tx: Any, *others: Any) -> Any:
+        """Return the tangent of the rows."""
+        return _OwnAdjoint.apply(ctx.function, tx, None, *ctx.saved_tensors)
 
 
 def _of_rows(function: Any, x: Any, constant: Any, *factors: Any) -> Any:
     """Return a function that is its own adjoint, of rows."""
-    # torch.compile has no rule for such a class, and it gives the constant no cotangent.
-    if traced() or (constant is not None and constant.requires_grad):
+    # torch.compile has no rule for such a class.
+    if traced():
         return function(x, constant, *factors)
     return _OwnAdjoint.apply(function, x, constant, *factors)
 
@@ -135,6 +137,14 @@ def _balanced(span: slice, x: Any, target: Any, natoms: Any, batch: Any) -> Any:
     return y
 
 
+def _may_vary(constant: Any) -> bool:
+    """Return whether a derivative by a constant may be asked for."""
+    if constant.requires_grad or traced():
+        return bool(constant.requires_grad)
+    # Within a transform of torch.func a tensor tells of the innermost one only.
+    return private().is_wrapped(constant) or has_tangent((constant,))
+
+
 def divides_atoms() -> bool:
     """Return whether several processes share a model's atoms."""
     parallel = sys.modules.get("fairchem.core.common.gp_utils")
@@ -157,7 +167,7 @@ class _Balance:
 
     def __call__(self, x: Any, charge: Any, spin: Any, natoms: Any, batch: Any) -> Any:
         """Return nodes' rows whose channels have the charges, and the spins less one, as sums."""
-        if divides_atoms():
+        if divides_atoms() or _may_vary(charge) or _may_vary(spin):
             return self.theirs(x, charge, spin, natoms, batch)
         for span, target in zip(self.spans, (charge, spin - 1), strict=True):
             if span.start < span.stop:
