@@ -182,6 +182,8 @@ def test_balanced_channels_are_fairchems(monkeypatch, mode, count):
         return [torch.func.grad(lambda charge: rows(x, charge).square().sum())(charge)]
 
     assert_close(*map(mixed, both), 1e-12)
+    several["spin"] = torch.zeros(count, dtype=torch.uint8)
+    assert_close(*[[of(x, charge)] for of in both], 1e-12)
     # Processes that share atoms add their sums up, as fairchem does.
     found, shared = [], escn_md.gp_utils
     monkeypatch.setattr(shared, "initialized", lambda: True)

@@ -169,7 +169,7 @@ class _Balance:
         """Return nodes' rows whose channels have the charges, and the spins less one, as sums."""
         if divides_atoms() or _may_vary(charge) or _may_vary(spin):
             return self.theirs(x, charge, spin, natoms, batch)
-        for span, target in zip(self.spans, (charge, spin - 1), strict=True):
+        for span, target in zip(self.spans, (charge, spin - 1.0), strict=True):
             if span.start < span.stop:
                 x = _of_rows(functools.partial(_balanced, span), x, target, natoms, batch)
         return x
