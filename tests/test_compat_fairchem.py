@@ -149,6 +149,20 @@ def test_merged_experts_have_fused_methods(mode):
     assert_close(evaluated(ours, crystal(torch.float64)), theirs, 1e-10)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_experts_are_merged_after_unregister(mode):
+    options = {"num_experts": 3, "use_composition_embedding": True}
+    uma.unregister()
+    theirs = evaluated(model("general", **options), crystal(torch.float64))
+    uma.register()
+    backbone, head = model(mode, prepared=False, **options)
+    uma.unregister()
+    merged = backbone.prepare_for_inference(crystal(torch.float64), SETTINGS).double()
+    assert isinstance(merged.backend, uma.EdgeOps)
+    assert merged.backend is not backbone.backend
+    assert_close(evaluated((merged, head), crystal(torch.float64)), theirs, 1e-10)
+
+
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
 def test_balanced_channels_are_fairchems(monkeypatch, mode, count):

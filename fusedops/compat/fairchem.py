@@ -158,11 +158,17 @@ class EdgeOps:
         'prepare_model_for_inference'
         """
         super().prepare_model_for_inference(model)  # type: ignore[misc]
+        # A model merged from experts has another backend than the one that prepares it, and after
+        # `unregister` fairchem's own.
+        before = model.backend
+        backend = before if isinstance(before, EdgeOps) else type(self)()
+        for module in model.modules():
+            if vars(module).get("backend") is before:
+                module.backend = backend
         replace_layers(model, self.precision)
         model._get_rotmat_and_wigner = functools.partial(_frames, model.lmax)
         layers = [getattr(block, "edge_wise", None) for block in getattr(model, "blocks", ())]
-        # A model merged from experts has another backend than the one that prepares it.
-        model.backend.supports_fused_edgewise = bool(layers) and all(map(_fits, layers))
+        backend.supports_fused_edgewise = bool(layers) and all(map(_fits, layers))
 
     def prepare_wigner(
         self, wigner: Any, wigner_inv: Any, mappingReduced: Any, coefficient_index: Any
