@@ -828,8 +828,9 @@ def test_bad_force_steps():
         uma.ForceStep(old)
     with pytest.raises(ValueError, match="ForceStep: skin is 0; it should be a positive number"):
         uma.ForceStep(Forces(*model("general")), skin=0)
-    with pytest.raises(TypeError, match="register: graphs is a str; it should be True or False"):
-        uma.register(graphs="yes")
+    for name in ("graphs", "turbo"):
+        with pytest.raises(TypeError, match=f"register: {name} is a str; it should be True or F"):
+            uma.register(**{name: "no"})
 
 
 def test_a_predictor_has_force_steps(monkeypatch):

@@ -557,7 +557,7 @@ def register(
     Raises
     ------
     TypeError, ValueError
-        If `precision` is none of these, or `graphs` no bool.
+        If `precision` is none of these, or `turbo` or `graphs` no bool.
     ImportError
         If fairchem-core is not installed, or older than 2.16; or than 2.24 with `graphs`.
 
@@ -572,9 +572,10 @@ def register(
     """
     one_of("register", "precision", precision, PRECISIONS)
     flag("register", "graphs", graphs)
+    turbo = not torch.cuda.is_available() if turbo is None else turbo
+    flag("register", "turbo", turbo)
     backends = _fairchem()
     table = backends._EXECUTION_BACKENDS
-    turbo = not torch.cuda.is_available() if turbo is None else turbo
     served = [mode for mode in MODES if turbo or mode != "umas_fast_gpu"]
     stays = "" if turbo else "; umas_fast_gpu, fairchem's choice on a GPU, stays: see turbo"
     predictor = _predictor()
