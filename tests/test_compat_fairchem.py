@@ -618,7 +618,7 @@ def test_a_force_step_leaves_gradients_to_the_model(uncaptured, what):
     assert step._captured is None
 
 
-@pytest.mark.parametrize("what", ["cutoff", "max_neighbors", "stress", "buffer"])
+@pytest.mark.parametrize("what", ["cutoff", "max_neighbors", "stress", "buffer", "layer"])
 def test_a_force_step_sees_other_models(uncaptured, what):
     ours = Forces(*model("umas_fast_pytorch", regress_stress=True))
     step, data = uma.ForceStep(ours), systems(1)
@@ -629,6 +629,8 @@ def test_a_force_step_sees_other_models(uncaptured, what):
         ours.backbone.regress_config.stress = False
     elif what == "buffer":
         ours.backbone._unified_radial_mlp.W1_cat = 2 * ours.backbone._unified_radial_mlp.W1_cat
+    elif what == "layer":
+        ours.head.energy_block[1] = torch.nn.Tanh().eval()
     else:
         setattr(ours.backbone, what, 6)
     stepped(step, data, 1e-10)

@@ -71,10 +71,10 @@ class ForceStep(torch.nn.Module):
     -----
     Pairs are found anew once twice the farthest move of an atom, besides the cell's strain, and the
     strain times the cutoff add up to more than the skin; and when periodicity or systems change. A
-    graph keeps the memory of a step, and of the weights that it reads. After changes of weights, or
-    of the backbone's attributes, the step is captured anew. A capture that fails, as where a model
-    waits for the GPU, leaves the steps to the model, with a warning. Forward hooks of the model's
-    layers run in no replay.
+    graph keeps the memory of a step, and of the weights that it reads. After changes of weights,
+    layers, or the backbone's attributes, the step is captured anew. A capture that fails, as where
+    a model waits for the GPU, leaves the steps to the model, with a warning. Forward hooks of the
+    model's layers run in no replay.
 
     Examples
     --------
@@ -206,6 +206,8 @@ class ForceStep(torch.nn.Module):
             return None
         settings = {**vars(backbones[0]), **vars(backbones[0].regress_config)}
         return (
+            # Activations have no tensors. This object itself would be kept alive.
+            modules[1:],
             [(x.data_ptr(), x._version) for x in tensors],
             {name: x for name, x in settings.items() if isinstance(x, (int, float, str))},
         )
