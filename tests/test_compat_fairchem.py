@@ -281,6 +281,17 @@ def test_norms_of_other_kinds_stay_fairchems():
         assert type(replaced(norm(2, 6, **options))) is norm
 
 
+def test_layers_with_hooks_stay_fairchems(expected, registered):
+    backbone, head = model("general", prepared=False)
+    called, layers = [], (backbone.norm, backbone.blocks[0].edge_wise.act)
+    for layer in layers:
+        layer.register_forward_hook(lambda layer, *_: called.append(layer))
+    backbone = backbone.prepare_for_inference(crystal(torch.float64), SETTINGS)
+    found = evaluated((backbone, head), crystal(torch.float64))
+    assert called == [layers[1], layers[0]]
+    assert_close(found, expected[(2, 2), torch.float64], 1e-10)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_frames_of_edges_are_not_random(registered, mode):
     """As fairchem's are, which turns energies by rounding from step to step."""

@@ -13,6 +13,7 @@ import torch
 from fusedops._frame.bridge.modes import has_tangent
 from fusedops._frame.check import traced
 from fusedops._frame.torch_private import private
+from fusedops._layers import has_hooks
 from fusedops._products import linear_products
 from fusedops.nn import SO2Convolution
 from fusedops.so2 import Layout, gate_activation
@@ -272,12 +273,12 @@ LAYERS: dict[str, Any] = {
 
 
 def replace_layers(model: Any, precision: str | None) -> None:
-    """Put ours in the place of fairchem's layers in a model."""
+    """Put ours in the place of fairchem's layers in a model, but for layers with hooks."""
     # Layers within layers first.
     for parent in reversed(list(model.modules())):
         for name, theirs in list(parent.named_children()):
             ours = LAYERS.get(type(theirs).__name__)
-            if ours is not None:
+            if ours is not None and not has_hooks(theirs):
                 setattr(parent, name, made := ours(theirs))
                 made.train(theirs.training)
                 if hasattr(made, "precision"):

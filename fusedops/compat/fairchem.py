@@ -142,7 +142,8 @@ class EdgeOps:
     def prepare_model_for_inference(self, model: Any) -> None:
         """Let fairchem prepare a model, and replace its matrices of edges and most of its layers.
 
-        Ours share their parameters. Layers whose weights are mixtures of experts stay.
+        Ours share their parameters. Layers with hooks, or whose weights are mixtures of experts,
+        stay.
 
         Parameters
         ----------
