@@ -1307,7 +1307,8 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
     torch.Size([16, 16])
     """
 
-    # Whether the update has autocast's dtype, as in programs whose layers torch calls.
+    # Whether the class takes the place of another program's, with its arguments, and autocast's
+    # dtype for the update, as its layers have when torch calls them.
     _of_autocast = False
 
     def __init__(
@@ -1419,6 +1420,8 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
 
         Raises
         ------
+        TypeError
+            If the class is of ``fusedops.compat``, where classes have other programs' arguments.
         KeyError
             If the output's projection is missing.
         RuntimeError
@@ -1441,6 +1444,11 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
         >>> TriangleMultiplicativeUpdate.from_state_dict(state).gate
         'hidden'
         """
+        if cls._of_autocast:
+            raise TypeError(
+                f"{cls.__name__}: from_state_dict is given by fusedops.nn alone; a module of this "
+                "class should be made with its own arguments, and then load the state_dict"
+            )
         own = {n[len(prefix) :]: t for n, t in state_dict.items() if n.startswith(prefix)}
         own, gate = _renamed(own, "", direction)
         if "p_out.weight" not in own:

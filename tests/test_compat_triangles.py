@@ -232,6 +232,22 @@ def test_wrong_arguments_are_named(given, message):
         openfold.TriangleMultiplicativeUpdate(6, 5, *given)
 
 
+@pytest.mark.parametrize(
+    "module",
+    [
+        boltz.TriangleMultiplicationOutgoing(5),
+        openfold.TriangleMultiplicationIncoming(5, 3),
+        openfold.FusedTriangleMultiplicativeUpdate(5, 3),
+        protenix.TriangleMultiplicationOutgoing(5, 3),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_classes_with_other_arguments_are_not_made_from_a_state_dict(module):
+    kind = type(module)
+    with pytest.raises(TypeError, match=rf"{kind.__name__}: from_state_dict is given by"):
+        kind.from_state_dict(module.state_dict())
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_openfold_3_says_whether_layers_have_biases(bias):
     names = ["linear_z", "linear_g", *[f"linear_{side}_{kind}" for side in "ab" for kind in "pg"]]
