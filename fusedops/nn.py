@@ -47,6 +47,7 @@ from fusedops.pairs import (
     check_pairs,
     expanded,
     lecun_normal,
+    wider_than,
 )
 from fusedops.so2 import PRECISIONS as SO2_PRECISIONS
 from fusedops.so2 import Precision as SO2Precision
@@ -1529,6 +1530,8 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
 
     def _by_layers(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Return the update by calls of the layers."""
+        if (wider := wider_than(x, self.norm_in)) is not None:
+            return self._by_layers(x.to(wider), mask).to(x.dtype)
         n = self.norm_in(x)
         sides = self.p_in(n) * self.g_in(n).sigmoid()
         if mask is not None:

@@ -79,7 +79,7 @@ def autocasts(x: torch.Tensor) -> bool:
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
-def _wider(x: torch.Tensor, norm: Any) -> torch.dtype | None:
+def wider_than(x: torch.Tensor, norm: Any) -> torch.dtype | None:
     """Return the dtype of a norm, if it is wider than x of 16 bits, which layers would refuse."""
     own = getattr(norm, "weight", None)
     narrow = x.dtype in (torch.bfloat16, torch.float16) and not autocasts(x)
@@ -253,7 +253,7 @@ class PairTransition(torch.nn.Module):
             raise ValueError(
                 f"PairTransition: x has shape {tuple(x.shape)}; it should be (..., {self.dim})"
             )
-        if (wider := _wider(x, self.norm)) is not None:
+        if (wider := wider_than(x, self.norm)) is not None:
             return self.forward(x.to(wider), chunk_size).to(x.dtype)
         rows = total = max(1, math.prod(x.shape[:-1]))
         if chunk_size is not None and not self.training:
@@ -562,7 +562,7 @@ class TriangleAttention(torch.nn.Module):
         check_pairs(name, self.c_in, "x", x=x, mask=mask)
         at_least_one(name, chunk_size=chunk_size)
         check_container(name, "mha", self.mha)
-        if (wider := _wider(x, self.layer_norm)) is not None:
+        if (wider := wider_than(x, self.layer_norm)) is not None:
             return self.forward(x.to(wider), mask, chunk_size).to(x.dtype)
         *leading, N, _, C = x.shape
         batch = math.prod(leading)

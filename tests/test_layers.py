@@ -391,4 +391,8 @@ def test_sixteen_bits_and_autocast_return_the_dtype_of_x():
     want = formula(module, x, mask).detach()
     # Products are rounded to 8 bits.
     assert (got - want).norm() < 0.03 * want.norm()
+    # As kernels do, layers in float32 take an x of 16 bits.
+    torch.testing.assert_close(
+        module(x.bfloat16(), mask), module(x.bfloat16().float(), mask).bfloat16()
+    )
     assert module.bfloat16()(x.bfloat16(), mask).dtype == torch.bfloat16
