@@ -1530,7 +1530,7 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
 
     def _by_layers(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Return the update by calls of the layers."""
-        if (wider := wider_than(x, self.norm_in)) is not None:
+        if (wider := wider_than(x, self.norm_in, self.p_in)) is not None:
             return self._by_layers(x.to(wider), mask).to(x.dtype)
         n = self.norm_in(x)
         sides = self.p_in(n) * self.g_in(n).sigmoid()

@@ -79,10 +79,15 @@ def autocasts(x: torch.Tensor) -> bool:
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
-def wider_than(x: torch.Tensor, norm: Any) -> torch.dtype | None:
-    """Return the dtype of a norm, if it is wider than x of 16 bits, which layers would refuse."""
+def wider_than(x: torch.Tensor, norm: Any, layer: Any) -> torch.dtype | None:
+    """Return the dtype of a norm, if it is wider than x of 16 bits, which layers would refuse.
+
+    The layer after the norm may have the dtype of x, beside which norms are often kept in float32.
+    """
     own = getattr(norm, "weight", None)
     narrow = x.dtype in (torch.bfloat16, torch.float16) and not autocasts(x)
+    if narrow and getattr(getattr(layer, "weight", None), "dtype", None) == x.dtype:
+        return None
     return own.dtype if narrow and own is not None and own.element_size() > 2 else None
 
 
@@ -253,7 +258,7 @@ class PairTransition(torch.nn.Module):
             raise ValueError(
                 f"PairTransition: x has shape {tuple(x.shape)}; it should be (..., {self.dim})"
             )
-        if (wider := wider_than(x, self.norm)) is not None:
+        if (wider := wider_than(x, self.norm, self.fc1)) is not None:
             return self.forward(x.to(wider), chunk_size).to(x.dtype)
         rows = total = max(1, math.prod(x.shape[:-1]))
         if chunk_size is not None and not self.training:
@@ -562,7 +567,7 @@ class TriangleAttention(torch.nn.Module):
         check_pairs(name, self.c_in, "x", x=x, mask=mask)
         at_least_one(name, chunk_size=chunk_size)
         check_container(name, "mha", self.mha)
-        if (wider := wider_than(x, self.layer_norm)) is not None:
+        if (wider := wider_than(x, self.layer_norm, self.linear)) is not None:
             return self.forward(x.to(wider), mask, chunk_size).to(x.dtype)
         *leading, N, _, C = x.shape
         batch = math.prod(leading)

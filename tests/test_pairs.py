@@ -380,6 +380,18 @@ def test_sixteen_bits_beside_parameters_in_float32(made):
     torch.testing.assert_close(got, module(z.float()).bfloat16(), **tolerance)
 
 
+@pytest.mark.parametrize("made", [TriangleAttention(C, D, H), PairTransition(C)])
+def test_norms_in_float32_beside_layers_in_sixteen_bits(made):
+    module, z = randomized(made).float(), pair()[0].bfloat16()
+    want = module(z)
+    for layer in module.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.bfloat16()
+    got = module(z)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got, want, rtol=0.05, atol=0.1)
+
+
 def test_integers_are_no_pair_representation():
     """Also those of eight bits, fewer than the parameters have."""
     for module in (TriangleAttention(C, D, H), PairTransition(C)):
