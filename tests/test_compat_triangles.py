@@ -47,6 +47,13 @@ def test_state_dicts_load_both_ways(fused, direction):
     assert names == {f"stack.{name}" for name in state}
 
 
+def test_a_renamed_layer_keeps_its_parameters():
+    """A chunk is another tensor, and the whole of a DTensor that FSDP2 has sharded."""
+    update = openfold.FusedTriangleMultiplicationOutgoing(6, 5)
+    state = update.state_dict(keep_vars=True)
+    assert all(tensor in set(update.parameters()) for tensor in state.values())
+
+
 @pytest.mark.parametrize("add", [False, True])
 def test_inference_in_place(fused, direction, add):
     """OpenFold counts on z + update where it asks for the sum; a fused update alone is apart."""

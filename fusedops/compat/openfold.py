@@ -145,7 +145,9 @@ class _Update(nn.TriangleMultiplicativeUpdate):
             for part in ("weight", "bias"):
                 tensor = state_dict.pop(f"{prefix}{ours}.{part}", None)
                 if tensor is not None:
-                    for name, own in zip(theirs, tensor.chunk(len(theirs)), strict=True):
+                    # Chunks of a DTensor, even one alone, are whole on every rank.
+                    parts = tensor.chunk(2) if len(theirs) == 2 else (tensor,)
+                    for name, own in zip(theirs, parts, strict=True):
                         state_dict[f"{prefix}{name}.{part}"] = own
 
     def forward(
