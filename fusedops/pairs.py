@@ -21,7 +21,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fusedops._frame import registry
-from fusedops._frame.check import at_least_one, is_dtensor, one_of
+from fusedops._frame.bridge.modes import transforms
+from fusedops._frame.check import at_least_one, is_dtensor, one_of, traced
 from fusedops._layers import check_container, check_tensors, is_plain
 from fusedops._products import linear_products
 from fusedops._swaps import serves
@@ -274,8 +275,10 @@ class PairTransition(torch.nn.Module):
 
     def _transition(self, x: torch.Tensor) -> Any:
         n = self.norm(x)
-        # In place where neither a derivative nor a layer's hook needs the factors.
-        kept = torch.is_grad_enabled() or not all(map(is_plain, (self.fc1, self.fc2, self.silu)))
+        # In place where neither a derivative nor a layer's hook needs the factors, and no transform
+        # may map over one of them alone.
+        plain = all(map(is_plain, (self.fc1, self.fc2, self.silu)))
+        kept = torch.is_grad_enabled() or traced() or transforms() or not plain
         with _products(n):
             hidden = self.silu(self.fc1(n)) if kept else F.silu(self.fc1(n), inplace=True)
             gate = self.fc2(n)

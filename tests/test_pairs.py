@@ -153,6 +153,20 @@ def test_max_memory_bounds_what_it_says(kind, grad):
     assert peak(lambda: run(few)) < limit + whole < peak(lambda: run(all_at_once))
 
 
+@pytest.mark.parametrize("name", ["fc1", "fc2", "fc3"])
+def test_inference_with_many_weights_of_one_layer(name):
+    module, (z, _) = randomized(PairTransition(C)), pair()
+    weight = module.get_submodule(name).weight
+    weights = torch.randn(3, *weight.shape, dtype=weight.dtype)
+
+    def run(weight):
+        return torch.func.functional_call(module, {f"{name}.weight": weight}, (z,))
+
+    with torch.no_grad():
+        got, want = torch.func.vmap(run)(weights), torch.stack([run(each) for each in weights])
+    torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("leading", [(), (2, 3)], ids=str)
 @pytest.mark.parametrize("out_dim", [None, 7])
 def test_the_transition_is_that_of_the_paper(leading, out_dim):
