@@ -223,6 +223,7 @@ DENSITY = """
 --picture x.abc | x.abc: Matplotlib can't draw
 --picture x.png --slice z=28.8A | the map holds z of 0 to 28.47 Å
 --picture x.png --slice z=-1A | the map holds z of 0 to 28.47 Å
+--like= | argument --like: it is empty
 --slice z=0.5 | --slice: it needs --picture
 --slice w=0.5 | --slice: 'w=0.5' should be x, y or z, an equals sign, and
 --slice z=nan | --slice: 'z=nan' should be x, y or z, an equals sign, and
@@ -240,6 +241,7 @@ PLANARITY = """
 --fit best | --fit: invalid choice: 'best'
 --backend torch | --backend: invalid choice: 'torch'
 --json --csv | not allowed with argument
+--monomers= | argument --monomers: it is empty
 --flatten none/x.pdb | none/x.pdb: there is no folder
 --flatten LONG.pdb | File name too long
 """
@@ -296,6 +298,22 @@ def test_arguments(refused, x, monkeypatch, command, reason):
     for name, found in {"ops": {"ops": []}, "old": {"schema": 0}, "good": {}}.items():
         (x / f"{name}.json").write_text(json.dumps(good | found))
     refused(command.replace("LONG", LONG), reason)
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("planarity", "FILE"),
+        ("planarity x.pdb --flatten", "--flatten"),
+        ("density x.pdb --out", "--out"),
+        ("density x.pdb --out out.map --mtz", "--mtz"),
+        ("demo --picture", "--picture"),
+    ],
+)
+def test_an_empty_variable_of_a_script(run, x, command, name):
+    code, out, err = run(*command.split(), "")
+    assert (code, out) == (2, "")
+    assert f"argument {name}: it is empty" in err
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=fusedops.__version__)
     completion.add(parser)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    # It gets the arguments of the command, whose parser knows their names.
+    commands.type = str
     for command in (demo, info, check, bench, planarity, density, cache):
         first, _, rest = (command.__doc__ or "").partition("\n")
         commands.add_parser(
@@ -86,6 +88,7 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, run: Any = None, fill: Any = lambda _: None, **options: Any) -> None:
         super().__init__(formatter_class=_Help, **options)
+        self.register("type", None, _text)
         self.set_defaults(run=run)
         self.fill = fill
 
@@ -96,6 +99,13 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         message = " ".join(message.split())
         self.exit(2, f"{self.prog}: {message} (for all arguments: {self.prog} --help)\n")
+
+
+def _text(given: str) -> str:
+    """Return an argument without a type; a script's empty variable is an error."""
+    if not given:
+        raise argparse.ArgumentTypeError("it is empty")
+    return given
 
 
 class _Help(argparse.HelpFormatter):

@@ -37,7 +37,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     option("--restraints", action="append", default=[], metavar="CIF", help=help)
     help = "take the planes of other ligands and modified residues from this monomer library "
     help += "(default: CLIBD_MON of the environment)"
-    option("--monomers", metavar="DIR", default=os.environ.get("CLIBD_MON"), help=help)
+    option("--monomers", metavar="DIR", default=os.environ.get("CLIBD_MON") or None, help=help)
     help = "the number of worst planes to show (default: 10; all with --json or --csv)"
     option("--top", type=number(1, kind=int), metavar="N", help=help)
     help = "the weights of atoms in the fit of a plane: 1 or 1/sigma² (default: %(default)s)"
