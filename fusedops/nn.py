@@ -1090,7 +1090,7 @@ class SO2Convolution(torch.nn.Module):
                 raise TypeError(
                     "SO2Convolution: x_edge is None; it should be given, as the module has rad_func"
                 )
-            of_shape("SO2Convolution", "x_edge", x_edge, (len(x), network[0].in_features))
+            of_shape("SO2Convolution", "x_edge", x_edge, (x.shape[0], network[0].in_features))
             with linear_products(x_edge, self.backend):
                 x_edge = network(x_edge)
         layers: Any = [self.fc_m0]
@@ -1116,14 +1116,14 @@ class SO2Convolution(torch.nn.Module):
             backend=self.backend,
         )
         # Degree 0 alone has no gates, and fairchem's caller expects the pair.
-        return (found, found.new_empty(len(x), 0)) if G == 0 else found
+        return (found, found.new_empty(x.shape[0], 0)) if G == 0 else found
 
     def _by_layers(self, x: torch.Tensor, radial: torch.Tensor | None, layers: Any) -> Any:
         """Return the convolution of messages, and the gates, by calls of the layers."""
         rows = message_rows(self.lmax, self.mmax)
         if radial is not None:
             numbers = orders(self.lmax, self.mmax)[-1][1].stop * self.sphere_channels
-            of_shape("SO2Convolution", "x_edge", radial, (len(x), numbers))
+            of_shape("SO2Convolution", "x_edge", radial, (x.shape[0], numbers))
         first, *parts = by_order(x, radial, self.lmax, self.mmax)
         G = self.extra_m0_output_channels
         sizes = [G or 0, (self.lmax + 1) * self.m_output_channels]

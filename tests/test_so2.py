@@ -339,6 +339,22 @@ def test_no_gates_are_returned_as_any_others():
     torch.testing.assert_close(out, by_layers[0])
 
 
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("network", [False, True])
+def test_a_module_is_exported_for_any_number_of_edges(network, called):
+    torch = pytest.importorskip("torch")
+    from fusedops.nn import SO2Convolution
+
+    sizes = {"internal_weights": False, "edge_channels_list": [6, 5]} if network else {}
+    module = SO2Convolution(3, 2, 2, 1, **sizes)
+    if called:
+        module.fc_m0.register_forward_hook(lambda module, given, out: None)
+    few, many = ((torch.randn(n, 7, 3), torch.randn(n, 6 if network else 15)) for n in (4, 9))
+    edges = {0: torch.export.Dim("edges", min=2)}
+    program = torch.export.export(module, few, dynamic_shapes=(edges, edges), strict=False)
+    torch.testing.assert_close(program.module()(*many), module(*many))
+
+
 def network(kind=None):
     """Return a network of radial functions, and its input."""
     torch.manual_seed(0)
