@@ -190,8 +190,10 @@ def num_sequences(x: torch.Tensor, cu_seqlens: Any) -> int | str:
         return x.shape[0]
     if isinstance(cu_seqlens, Sequences):
         return cu_seqlens.num_sequences
-    row = isinstance(cu_seqlens, (list, tuple)) or getattr(cu_seqlens, "ndim", 0) == 1
-    return len(cu_seqlens) - 1 if row else "S"
+    if isinstance(cu_seqlens, (list, tuple)):
+        return len(cu_seqlens) - 1
+    # len() of a tensor is an int, and would hold torch.export to it.
+    return cu_seqlens.shape[0] - 1 if getattr(cu_seqlens, "ndim", 0) == 1 else "S"
 
 
 def check_update(op: str, name: str, cache: torch.Tensor, copied: bool = True) -> None:
@@ -270,9 +272,9 @@ class DynamicShortConvolution(torch.nn.Module):
     `fusedops.dynamic_conv_generated`, and no kernels are stored. On a GPU this is so in prefill of
     2²⁶ numbers of kernels and more, as the host decides the time of fewer; with gradients on Hopper
     alone, in 16 bits, for four taps and sequences of one length. Storing takes twice the memory
-    there; elsewhere it is faster. On a CPU it is so from 2²² numbers of kernels on, in prefill in
-    float32 and float64, with gradients in float32, where storing takes one and a half times the
-    memory. A decoding step stores them.
+    there; elsewhere it is faster. On a CPU it is so from 2²² numbers of kernels on, or for any in a
+    traced call, in prefill in float32 and float64, with gradients in float32, where storing takes
+    one and a half times the memory. A decoding step stores them.
 
     References
     ----------
@@ -534,7 +536,8 @@ class DynamicShortConvolution(torch.nn.Module):
         on_cpu = u.device.type == "cpu"
         count = u.shape[0] * u.shape[1] * self.hidden_size * self.kernel_size
         if plain and on_cpu:
-            plain = last.weight.itemsize > 2 and count >= MANY
+            # A traced size must not be looked at: torch.export would keep to one side of the bound.
+            plain = last.weight.itemsize > 2 and (traced() or count >= MANY)
         elif plain and u.is_cuda and not traced():
             plain = count >= MANY_ON_CUDA
         anew = plain and on_cpu and last.weight.dtype == torch.float32

@@ -316,6 +316,27 @@ def test_compile_without_breaks(kind, way):
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
 
 
+def test_exported_for_any_number_of_tokens_and_sequences(kind):
+    class Packed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = kind.make(torch.float32)
+
+        def forward(self, x, starts, *cache):
+            return call(self.module, x, cache=cache, cu_seqlens=starts)[0]
+
+    def given(*starts):
+        cache = kind.cache(count=len(starts) - 1, dtype=torch.float32)
+        return torch.randn(1, starts[-1], C), torch.tensor(starts), *cache
+
+    packed, sequences = Packed(), torch.export.Dim("sequences", min=2)
+    of_cache = tuple({0: sequences} for _ in kind.shapes)
+    sizes = {1: torch.export.Dim("tokens", min=2)}, {0: sequences + 1}, of_cache
+    program = torch.export.export(packed, given(0, 2, 5), dynamic_shapes=sizes, strict=False)
+    many = given(0, 4, 4, 9)
+    torch.testing.assert_close(program.module()(*many), packed(*many))
+
+
 def test_the_backend_of_the_module_serves_its_calls(kind, called):
     module, x = kind.make(backend="torch"), tokens()
     with torch.no_grad():
