@@ -260,6 +260,24 @@ def test_attention_pair_bias(monkeypatch, dtype, rows, memory):
     torch.testing.assert_close(again, got)
 
 
+def test_exported_for_any_number_of_samples():
+    weights = {name: x.detach() for name, x in tokens().items()}
+    weights["pair_repr"] = weights["pair_repr"][:1]
+
+    class Tokens(torch.nn.Module):
+        def forward(self, single_repr, mask):
+            return called(weights | {"single_repr": single_repr}, mask)[0]
+
+    def given(samples):
+        return torch.randn(samples, N, C).double(), torch.ones(samples, N)
+
+    samples = {0: torch.export.Dim("samples", min=2, max=64)}
+    program = torch.export.export(
+        Tokens(), given(4), dynamic_shapes=(samples, samples), strict=False
+    )
+    torch.testing.assert_close(program.module()(*(many := given(5))), Tokens()(*many))
+
+
 def test_the_bias_of_missing_tokens_is_given():
     given, mask = tokens(), torch.tensor([[1, 0, 1], [0, 0, 1]])
     got, _ = called(given, mask, inf=2.0)

@@ -581,7 +581,7 @@ def attention_pair_bias(
         if mask.shape not in ((batch, tokens), (total, tokens)):
             should = f"be ({batch}, {tokens}) or ({total}, {tokens})"
             refuse(ValueError, op, "mask", f"has shape {tuple(mask.shape)}", should)
-        absent = (1 - mask.to(v.dtype)).reshape(batch, len(mask) // batch, 1, 1, tokens)
+        absent = (1 - mask.to(v.dtype)).reshape(batch, mask.shape[0] // batch, 1, 1, tokens)
         given.append(absent.expand(batch, samples, 1, 1, tokens))
     missing = -min(inf, torch.finfo(v.dtype).max / 2)
 
