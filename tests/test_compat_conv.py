@@ -118,6 +118,42 @@ def test_seq_idx_in_a_graph(dynamic):
         torch.testing.assert_close(compiled(*leaves, given), want)
 
 
+class Exported(torch.nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *given):
+        return self.function(*given)
+
+
+@pytest.mark.parametrize("what", ["numbered sequences", "fla's update", "causal-conv1d's update"])
+def test_exported_for_any_size(what):
+    weight, size = random(8, 4), torch.export.Dim("size", min=3)
+    numbered = what == "numbered sequences"
+
+    def given(n):
+        if numbered:
+            return random(1, 8, n), (torch.arange(n)[None] // 3).int()
+        return random(n, 8), random(n, 8, 4)
+
+    def function(x, other):
+        if numbered:
+            return causal_conv1d.causal_conv1d_fn(x, weight, seq_idx=other)
+        if what == "fla's update":
+            return fla.causal_conv1d_update(x, other.clone(), weight=weight)[0]
+        return causal_conv1d.causal_conv1d_update(x, other.clone(), weight)
+
+    sizes = ({2: size}, {1: size}) if numbered else ({0: size}, {0: size})
+    program = torch.export.export(
+        Exported(function), given(7), dynamic_shapes=(sizes,), strict=False
+    )
+    many = given(11)
+    torch.testing.assert_close(program.module()(*many), function(*many))
+
+
 @pytest.mark.parametrize("tokens", [None, 1, 3])
 @pytest.mark.parametrize("pad", [-1, 5])
 def test_an_update_of_paged_states(layout, tokens, pad):

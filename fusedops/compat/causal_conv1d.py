@@ -140,9 +140,10 @@ def _numbered(seq_idx: torch.Tensor) -> tuple[fusedops.Sequences | torch.Tensor,
     """
     count = seq_idx.numel()
     if traced():
-        numbers = torch.arange(count, device=seq_idx.device)
-        starts = torch.where(_begins(seq_idx), numbers, count).sort().values
-        return torch.nn.functional.pad(starts, (0, 1), value=count), True
+        # The last as a tensor: torch.export would hold a number to the example's.
+        numbers = torch.arange(count + 1, device=seq_idx.device)
+        starts = torch.where(_begins(seq_idx), numbers[:-1], numbers[-1]).sort().values
+        return torch.cat([starts, numbers[-1:]]), True
 
     def make() -> tuple[fusedops.Sequences, bool]:
         starts = torch.nn.functional.pad(_begins(seq_idx).nonzero()[:, 0], (0, 1), value=count)
@@ -390,7 +391,7 @@ def causal_conv1d_update(
         raise
     if recorded:
         if conv_state_indices is not None:
-            numbers = torch.arange(len(state), device=state.device)
+            numbers = torch.arange(state.shape[0], device=state.device)
             updated = (conv_state_indices[:, None] == numbers).any(0)
             state = torch.where(updated[:, None, None], state, conv_state)
         conv_state.copy_(state)
@@ -434,7 +435,7 @@ def _need_update(
     if conv_state_indices is not None:
         need_integers(name, "conv_state_indices", conv_state_indices, (B,), x)
         if not traced() and conv_state_indices.is_cpu:
-            check_slots(name, "conv_state_indices", conv_state_indices, len(conv_state))
+            check_slots(name, "conv_state_indices", conv_state_indices, conv_state.shape[0])
 
 
 def causal_conv1d_varlen_states(
@@ -489,11 +490,11 @@ def causal_conv1d_varlen_states(
                 f"{name}: cu_seqlens has {least if least < 0 else most}; it should lie between 0 "
                 f"and {len(x)}, the number of tokens in x"
             )
-    starts = cu_seqlens.clamp(0, len(x))
+    starts = cu_seqlens.clamp(0, x.shape[0])
     at = starts[1:, None] - state_len + torch.arange(state_len, device=x.device)
     inside = at >= starts[:-1, None]
-    if not len(x):
-        return x.new_zeros(len(at), state_len, x.shape[1]).transpose(1, 2)
+    if not x.shape[0]:
+        return x.new_zeros(at.shape[0], state_len, x.shape[1]).transpose(1, 2)
     states = x[at.clamp(min=0)].masked_fill(~inside[..., None], 0)
     return states.transpose(1, 2)
 

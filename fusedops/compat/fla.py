@@ -232,14 +232,14 @@ def causal_conv1d_update(
         of_shape(name, "residual", residual, tuple(x.shape))
     need_state(name, "cache", cache, x)
     one_of(name, "activation", activation, ACTIVATIONS)
-    count = len(cache)
-    leads = ((count, 1), (1, count)) if x.ndim > 2 else ((count, len(weight)),)
-    if tuple(x.shape[:2]) not in leads or x.numel() != count * len(weight):
+    count = cache.shape[0]
+    leads = ((count, 1), (1, count)) if x.ndim > 2 else ((count, weight.shape[0]),)
+    if tuple(x.shape[:2]) not in leads or x.numel() != count * weight.shape[0]:
         raise ValueError(
             f"{name}: x has shape {tuple(x.shape)}; it should be (N, D), (N, 1, D) or (1, N, D), "
-            f"with N = {count} and D = {len(weight)}, as cache has"
+            f"with N = {count} and D = {weight.shape[0]}, as cache has"
         )
-    tokens = x.reshape(count, len(weight))
+    tokens = x.reshape(count, weight.shape[0])
     added = None if residual is None else residual.reshape(tokens.shape)
     return _update(name, tokens, cache, added, weight, bias, activation).view(x.shape), cache
 
