@@ -490,27 +490,6 @@ def _rule_by_tokens(q: Any, k: Any, v: Any, g: Any, beta: Any, S: Any) -> tuple[
     return torch.stack(outs, 1), S
 
 
-def _rule_by_chunks(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    S: Any,
-    prepare: Callable[..., Any] | None = None,
-    step: Callable[..., Any] | None = None,
-) -> tuple[Any, Any]:
-    """Return the delta rule, a chunk after the other, as programs without fla compute it."""
-    import torch
-
-    prepare, step, outs = prepare or _prepared_chunks, step or _step_of_chunk, []
-    for parts in zip(*prepare(*[x.to(S.dtype) for x in (q, k, v, g, beta)]), strict=True):
-        out, S = step(S, *parts)
-        outs.append(out)
-    out = torch.stack(outs).movedim((0, 2), (1, 3)).flatten(1, 2)[:, : q.shape[1]]
-    return out / KEYS**0.5, S
-
-
 def _prepared_chunks(q: Any, k: Any, v: Any, g: Any, beta: Any) -> tuple[Any, ...]:
     """Return what a step takes of every chunk of 64 tokens."""
     import torch
@@ -540,6 +519,27 @@ def _step_of_chunk(
     """Return a chunk's results, and the state after it."""
     u = values - keys @ S
     return q @ S + attention @ u, decay * S + k.mT @ u
+
+
+def _rule_by_chunks(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    S: Any,
+    prepare: Callable[..., Any] = _prepared_chunks,
+    step: Callable[..., Any] = _step_of_chunk,
+) -> tuple[Any, Any]:
+    """Return the delta rule, a chunk after the other, as programs without fla compute it."""
+    import torch
+
+    outs = []
+    for parts in zip(*prepare(*[x.to(S.dtype) for x in (q, k, v, g, beta)]), strict=True):
+        out, S = step(S, *parts)
+        outs.append(out)
+    out = torch.stack(outs).movedim((0, 2), (1, 3)).flatten(1, 2)[:, : q.shape[1]]
+    return out / KEYS**0.5, S
 
 
 def _formula_of_block(
