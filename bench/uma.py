@@ -110,7 +110,7 @@ def uma(device: str) -> Step:
         lambda _: _truth(),
         _ours,
         device,
-        needs=("torch", "scipy", "gemmi", "fairchem-core"),
+        needs=("torch", "scipy", "gemmi", "fairchem-core", "ase"),
         hows=(TORCH, GRAPHS),
         captured=False,
     )
@@ -177,7 +177,6 @@ class _Model:
         self, problem: Atoms, mode: str, device: str, dtype: str, forces: bool = False
     ) -> None:
         import torch
-        from fairchem.core.datasets.atomic_data import AtomicData
         from fairchem.core.models.uma.escn_md import eSCNMDBackbone
         from fairchem.core.units.mlip_unit.api.inference import InferenceSettings
 
@@ -187,25 +186,13 @@ class _Model:
             # fairchem's kernels read rows of edges as if they were contiguous.
             return torch.tensor(np.ascontiguousarray(array), dtype=kind, device=device)
 
-        count = len(problem.xyz)
-        of = {
-            "pos": tensor(problem.xyz, kind),
-            "atomic_numbers": tensor(problem.numbers),
-            "cell": tensor(problem.cell, kind)[None],
-            "pbc": torch.ones(1, 3, dtype=torch.bool, device=device),
-            "natoms": tensor([count]),
-            "edge_index": tensor(problem.edges),
-            "cell_offsets": tensor(problem.images, kind),
-            "nedges": tensor([problem.edges.shape[1]]),
-            "charge": tensor([0]),
-            "spin": tensor([0]),
-            "fixed": torch.zeros(count, dtype=torch.int64, device=device),
-            "tags": torch.zeros(count, dtype=torch.int64, device=device),
-            "batch": torch.zeros(count, dtype=torch.int64, device=device),
-        }
-        self.data = AtomicData(**of, sid=[""], dataset=["omat"])
-        self.data["atomic_numbers_full"] = of["atomic_numbers"]
-        self.data["batch_full"] = of["batch"]
+        data = self.data = _described(problem, device, dtype)
+        # ASE's atoms lie in the cell, in float32, and the images are of atoms as they are given.
+        data["pos"], data["cell"] = tensor(problem.xyz, kind), tensor(problem.cell, kind)[None]
+        data["edge_index"] = tensor(problem.edges)
+        data["cell_offsets"] = tensor(problem.images, kind)
+        data["nedges"] = tensor([problem.edges.shape[1]])
+        data["atomic_numbers_full"], data["batch_full"] = data["atomic_numbers"], data["batch"]
         torch.manual_seed(0)
         model = eSCNMDBackbone(
             **SIZES,
@@ -215,7 +202,7 @@ class _Model:
             regress_stress=forces,
             execution_mode=mode,
         )
-        readout = torch.randn(SIZES["sphere_channels"]) / count
+        readout = torch.randn(SIZES["sphere_channels"]) / len(problem.xyz)
         model.eval().requires_grad_(False).to(device, kind)
         settings = InferenceSettings(
             merge_mole=True, activation_checkpointing=False, external_graph_gen=True
@@ -226,7 +213,7 @@ class _Model:
         self.model = model.requires_grad_(False)
         self.readout = readout.to(device, kind)
         strain = torch.zeros(3, 3, dtype=kind, device=device)
-        self.leaves = [leaf.clone().requires_grad_() for leaf in (of["pos"], strain)]
+        self.leaves = [leaf.clone().requires_grad_() for leaf in (data["pos"], strain)]
 
     def energy(self, xyz: Any, strain: Any) -> Any:
         """Return the energy of strained atoms."""
@@ -400,7 +387,6 @@ def _water(molecules: int) -> Atoms:
     return _with_edges(xyz, np.tile([8, 1, 1], molecules), np.eye(3) * edge)
 
 
-@functools.cache
 def _force_model(mode: str, device: str, dtype: str, prepared: bool = True) -> Any:
     """Return fairchem's model with its head."""
     import torch
@@ -424,6 +410,10 @@ def _force_model(mode: str, device: str, dtype: str, prepared: bool = True) -> A
     return model.eval().requires_grad_(False)
 
 
+#: Programs of fairchem's share a model of a mode; one of ours may not be among them.
+_their_model = functools.cache(_force_model)
+
+
 def _described(problem: Atoms, device: str, dtype: str) -> Any:
     """Return fairchem's description of atoms, without edges."""
     import ase
@@ -445,7 +435,7 @@ def _simulated(
     """Return the step of fairchem's model in a mode, eager or compiled as by its presets."""
     import torch
 
-    model, data = _force_model(mode, device, dtype), _described(problem, device, dtype)
+    model, data = _their_model(mode, device, dtype), _described(problem, device, dtype)
     return _forces(torch.compile(model, dynamic=True) if compiles else model, data)
 
 
@@ -468,8 +458,7 @@ def _ours_simulated(
 
     compat.register(turbo=True, precision=precision)
     try:
-        # A model of ours is no other's.
-        model = _force_model.__wrapped__("umas_fast_gpu", device, dtype)
+        model = _force_model("umas_fast_gpu", device, dtype)
     finally:
         compat.unregister()
     steps = _forces(compat.ForceStep(model), _described(problem, device, dtype))
@@ -478,15 +467,7 @@ def _ours_simulated(
 
 def _with_tf32(steps: Steps) -> Steps:
     """Return steps that are computed with torch's switch for TF32."""
-
-    def switched(step: Callable[[], Any]) -> Callable[[], Any]:
-        def run() -> Any:
-            with _tf32():
-                return step()
-
-        return run
-
-    return {what: switched(step) for what, step in steps.items()}
+    return {what: _tf32()(step) for what, step in steps.items()}
 
 
 @contextlib.contextmanager
@@ -533,7 +514,7 @@ def _nitro(device: str) -> tuple[Any, Any]:
     import importlib
 
     kernels = importlib.import_module(f"{NITRO}._inference")
-    theirs = _force_model("general", "cpu", "float32", prepared=False)
+    theirs = _their_model("general", "cpu", "float32", prepared=False)
     state = {f"module.backbone.{k}": v for k, v in theirs.backbone.named_parameters()}
     state |= {f"module.output_heads.efs.{k}": v for k, v in theirs.head.named_parameters()}
     of = {"backbone": {"dataset_mapping": SIZES["dataset_mapping"]}, "heads": {"efs": {}}}

@@ -136,31 +136,32 @@ def test_energies_and_forces_are_those_of_fairchem(expected, registered, mode, d
     assert_close(evaluated(ours, crystal(dtype)), expected[tuple(degree), dtype], TOLERANCE[dtype])
 
 
+EXPERTS = {"num_experts": 3, "use_composition_embedding": True}
+
+
+@pytest.fixture(scope="module")
+def expected_of_experts():
+    """The energy and forces of fairchem's general mode with a mixture of experts."""
+    uma.unregister()
+    return evaluated(model("general", **EXPERTS), crystal(torch.float64))
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_merged_experts_have_fused_methods(mode):
-    options = {"num_experts": 3, "use_composition_embedding": True}
-    uma.unregister()
-    theirs = evaluated(model("general", **options), crystal(torch.float64))
-    uma.register()
-    ours = model(mode, **options)
-    uma.unregister()
+def test_merged_experts_have_fused_methods(expected_of_experts, registered, mode):
+    ours = model(mode, **EXPERTS)
     fused = hasattr(execution_backends.UMASFastGPUBackend, "gate_activation")
     assert ours[0].backend.supports_fused_edgewise == (fused and mode != "general")
-    assert_close(evaluated(ours, crystal(torch.float64)), theirs, 1e-10)
+    assert_close(evaluated(ours, crystal(torch.float64)), expected_of_experts, 1e-10)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_experts_are_merged_after_unregister(mode):
-    options = {"num_experts": 3, "use_composition_embedding": True}
-    uma.unregister()
-    theirs = evaluated(model("general", **options), crystal(torch.float64))
-    uma.register()
-    backbone, head = model(mode, prepared=False, **options)
+def test_experts_are_merged_after_unregister(expected_of_experts, registered, mode):
+    backbone, head = model(mode, prepared=False, **EXPERTS)
     uma.unregister()
     merged = backbone.prepare_for_inference(crystal(torch.float64), SETTINGS).double()
     assert isinstance(merged.backend, uma.EdgeOps)
     assert merged.backend is not backbone.backend
-    assert_close(evaluated((merged, head), crystal(torch.float64)), theirs, 1e-10)
+    assert_close(evaluated((merged, head), crystal(torch.float64)), expected_of_experts, 1e-10)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -966,7 +967,7 @@ def test_a_simulated_step_of_the_bench_agrees_with_fairchem(monkeypatch, name):
 
     sizes = {"sphere_channels": 16, "hidden_channels": 16, "edge_channels": 8, "num_layers": 1}
     monkeypatch.setattr(bench, "SIMULATED", {**bench.SIMULATED, **sizes})
-    bench._force_model.cache_clear()
+    bench._their_model.cache_clear()
     step = getattr(bench, name)("cpu")
     few = step.checks[0].make()
     truth = step.reference(few)
@@ -974,7 +975,7 @@ def test_a_simulated_step_of_the_bench_agrees_with_fairchem(monkeypatch, name):
     for found in (ours.steps()[BOTH](), bench._simulated("general", few, "cpu")[BOTH]()):
         assert_close([value.double() for value in found], truth, 1e-4)
     assert not torch.backends.cuda.matmul.allow_tf32
-    bench._force_model.cache_clear()
+    bench._their_model.cache_clear()
 
 
 def test_water_of_the_bench():
