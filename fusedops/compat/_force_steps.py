@@ -349,9 +349,9 @@ class _Captured:
                 return None
             return self._launched()
 
-    def finish(self, data: Any, begun: Any) -> _Found | None:
+    def finish(self, data: Any, outputs: Any) -> _Found | None:
         """Return the results of a step that has begun, or None if there was no room for it."""
-        given, outputs = not self.backbone.otf_graph, begun
+        given = not self.backbone.otf_graph
         edges, most, nearer, other, close = self.report.tolist()
         # A distance may be NaN.
         if not given and (other or not nearer <= self.skin):

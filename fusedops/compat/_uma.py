@@ -140,10 +140,11 @@ def _balanced(span: slice, x: Any, target: Any, natoms: Any, batch: Any) -> Any:
 
 def _may_vary(constant: Any) -> bool:
     """Return whether a derivative by a constant may be asked for."""
-    if constant.requires_grad or traced():
-        return bool(constant.requires_grad)
     # Within a transform of torch.func a tensor tells of the innermost one only.
-    return private().is_wrapped(constant) or has_tangent((constant,))
+    varies: bool = constant.requires_grad or (
+        not traced() and (private().is_wrapped(constant) or has_tangent((constant,)))
+    )
+    return varies
 
 
 def divides_atoms() -> bool:
