@@ -110,7 +110,7 @@ def uma(device: str) -> Step:
         lambda _: _truth(),
         _ours,
         device,
-        needs=("torch", "scipy", "gemmi", "fairchem-core", "ase"),
+        needs=("torch", "scipy", "gemmi", "fairchem-core"),
         hows=(TORCH, GRAPHS),
         captured=False,
     )
@@ -358,7 +358,7 @@ def uma_md(device: str) -> Step:
         lambda few: _simulated("general", few, "cpu", "float64")[BOTH](),
         partial(_ours_simulated, None),
         device,
-        needs=("torch", "scipy", "fairchem-core", "ase"),
+        needs=("torch", "scipy", "fairchem-core"),
         hows=(GRAPHS,),
         captured=False,
     )
