@@ -146,7 +146,7 @@ class Bench:
         return peer.why_not() if self.has_torch or not peer.tensors else "needs torch"
 
     def run(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the name of every op with its results, and of a step after each of its cases."""
+        """Yield the name of every op or step with its results, after each of its cases."""
         workloads, growing = self.plan.workloads(), self.plan.growing()
         dtypes = {w.rounds_to or w.dtype for w in [*workloads, *(w for w, _ in growing)]}
         dtypes |= {step.dtype for step in self.plan.whole_steps()}
@@ -154,21 +154,29 @@ class Bench:
         self.advance("rates of the machine")
         self.rates = floors.measured(self.plan.device, dtypes, seconds, self.has_torch)
         about = {"machine": machine(self.plan.device), "rates": rates_in_words(self.rates)}
+
+        def block(name: str, cases: Any, growth: Any = ()) -> tuple[str, dict[str, Any]]:
+            skipped = self._skipped(name)
+            return name, {**about, "cases": cases, "growth": [*growth], "skipped": skipped}
+
         for op in dict.fromkeys(w.op for w in workloads):
-            cases = [row for w in workloads if w.op is op for row in self.rows(OfOp(w))]
+            cases: list[dict[str, Any]] = []
+            for w in workloads:
+                if w.op is op:
+                    cases = [*cases, *self.rows(OfOp(w))]
+                    yield block(op.__name__, cases)
             wrong = {row["who"] for row in cases if row["refused"] and row["ours"]}
             growth = [
                 row for w, sizes in growing if w.op is op for row in self.growth(w, sizes, wrong)
             ]
-            skipped = self._skipped(op.__name__)
-            yield op.__name__, {**about, "cases": cases, "growth": growth, "skipped": skipped}
+            if growth:
+                yield block(op.__name__, cases, growth)
         for step in self.plan.whole_steps():
             rows: list[dict[str, Any]] = []
             for case in step.cases:
                 found = self.rows(OfStep(step, case, bool(self.plan.backends)))
                 rows = [*rows, *_with_shares(step, found)]
-                skipped = self._skipped(step.name)
-                yield step.name, {**about, "cases": rows, "growth": [], "skipped": skipped}
+                yield block(step.name, rows)
 
     def _skipped(self, name: str) -> dict[str, str]:
         peers = {peer.name for peer in PEERS if name in peer.ops}

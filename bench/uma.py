@@ -352,6 +352,7 @@ def uma_md(device: str) -> Step:
             Case("NaCl", partial(_salt, 5, 5, 1), quick=True),
             Case("NaCl", partial(_salt, 4, 8, 8)),
             Case("water", partial(_water, 333)),
+            Case("NaCl", partial(_salt, 5, 10, 25)),
         ),
         (Case("NaCl", _few),),
         1e-4,

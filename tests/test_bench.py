@@ -310,7 +310,7 @@ def test_the_empty_function_is_of_as_many_inputs(workload):
 @pytest.mark.usefixtures("quick_bench", "small_sizes")
 def test_the_hosts_time_beside_an_empty_function(monkeypatch, capsys):
     monkeypatch.setattr(measure, "GROWTH", {"cpu": []})
-    ((op, block),) = Bench(Plan(ops=("dynamic_conv",), backends=("numpy",), quick=True)).run()
+    *_, (op, block) = Bench(Plan(ops=("dynamic_conv",), backends=("numpy",), quick=True)).run()
     assert {row["workload"] for row in block["cases"]} == {"Jet-Nemotron", "a call"}
     terminal.show(op, block)
     out = capsys.readouterr().out
@@ -712,10 +712,10 @@ def test_the_path_of_a_gpu(monkeypatch, on_a_gpu, module):
     monkeypatch.setattr(measure.floors, "measured", lambda *args: rates)
     names = {"whole": (module,)} if module == "refinement" else {"ops": (module,)}
     plan, said = Plan("cuda", backends=("torch",), quick=True, **names), []
-    blocks = list(Bench(plan, said.append).run())
+    blocks = dict(Bench(plan, said.append).run())
     assert len(said) == plan.steps
     assert on_a_gpu
-    for op, block in blocks:
+    for op, block in blocks.items():
         ours = [row for row in block["cases"] if row["ours"]]
         assert not [row["refused"] for row in ours if row["refused"]]
         assert all(row["ms"] > 0 for row in ours)
