@@ -136,6 +136,28 @@ def test_energies_and_forces_are_those_of_fairchem(expected, registered, mode, d
     assert_close(evaluated(ours, crystal(dtype)), expected[tuple(degree), dtype], TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_normalizations_of_a_gpu(expected, registered, monkeypatch, mode):
+    ours, served = model(mode), []
+
+    def counted(name):
+        primitive = getattr(_uma, name)
+        return lambda *given: served.append(name) or primitive(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_uma, "_by_kernels", lambda x: True)
+        for name in ("layer_silu", "degree_norm"):
+            patch.setattr(_uma, name, counted(name))
+        found = evaluated(ours, crystal(torch.float64))
+        # Two in the network of degrees and in each of two blocks, whose radial functions have two
+        # each, in fast modes by a layer of ours; and the last.
+        layers = 2 + 4 * (mode != "general")
+        assert sorted(served) == ["degree_norm"] * 5 + ["layer_silu"] * layers
+        second = hessian(ours)
+    assert_close(found, expected[(2, 2), torch.float64], 1e-10)
+    assert_close([second], [hessian(ours)], 1e-10)
+
+
 EXPERTS = {"num_experts": 3, "use_composition_embedding": True}
 
 

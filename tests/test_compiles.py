@@ -173,6 +173,7 @@ def test_kernels_compile(families, dtype, capability, before, tmp_path):
 OF_TENSORS = """
 from fusedops.crystal import Reflections
 from fusedops.density import op
+from fusedops import _norms
 
 
 def note(kernel, made):
@@ -187,6 +188,13 @@ for dtype in (torch.float32, torch.float64):
     for b in (torch.empty(3, dtype=dtype), torch.empty(3, 6, dtype=dtype)):
         widths = torch.empty(3, 5, dtype=dtype)
         launched("atom_radius", {"b": b, "widths": widths, "n_sigma": 3.0})
+    x, row = torch.empty(5, 4, 8, dtype=dtype), torch.empty(8, dtype=dtype)
+    layer = {"weight": row, "bias": row, "eps": 1e-5}
+    launched("layer_silu", {"x": x[:, 0], **layer})
+    launched("layer_silu_vjp", {"x": x[:, 0], "dout": x[:, 1], **layer})
+    nodes = {"x": x, "weight": x[0, :2], "balance": x[0, :, 0], "lmax": 1, "eps": 1e-5}
+    launched("degree_norm", {**nodes, "bias": row, "more": None})
+    launched("degree_norm_vjp", {**nodes, "dout": x})
 """
 
 
@@ -194,7 +202,8 @@ for dtype in (torch.float32, torch.float64):
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_of_tensors_compile(capability, tmp_path):
     compiled = compiling(capability, OF_TENSORS, tmp_path).split()
-    assert compiled == ["_gather", "_spread", "_reach", "_reach"] * 2
+    kernels = "_gather", "_spread", "_reach", "_reach", "_layer", "_layer", "_degrees", "_degrees"
+    assert compiled == [*kernels] * 2
 
 
 # The update of float32 with factors of TF32, of which large tiles take 164 KiB, by arrays of the

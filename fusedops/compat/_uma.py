@@ -10,10 +10,12 @@ import fusedops._frame.needs_torch  # noqa: F401
 
 import torch
 
+from fusedops._frame import registry
 from fusedops._frame.bridge.modes import has_tangent
 from fusedops._frame.check import traced
 from fusedops._frame.torch_private import private
 from fusedops._layers import has_hooks
+from fusedops._norms import degree_norm, layer_silu
 from fusedops._products import linear_products
 from fusedops.nn import SO2Convolution
 from fusedops.so2 import Layout, gate_activation
@@ -60,8 +62,27 @@ def _convolution(theirs: Any) -> Any:
     return ours
 
 
+def _by_kernels(x: Any) -> bool:
+    """Return whether a normalization has a kernel of its own."""
+    # Compilers can't ask which backend was asked for, and autocast normalizes in float32.
+    return (
+        not traced()
+        and registry.triton_may_serve(x, registry.forced(None))
+        and not torch.is_autocast_enabled("cuda")
+    )
+
+
+def _layer_silu(x: Any, weight: Any, bias: Any, eps: float) -> Any:
+    """Return SiLU of normalized rows."""
+    if x.ndim == 2 and _by_kernels(x):
+        return layer_silu(x, weight, bias, eps).out
+    return torch.nn.functional.silu(
+        torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    )
+
+
 class _Radial(torch.nn.Module):
-    """fairchem's ``RadialMLP``, by `linear_products`."""
+    """fairchem's ``RadialMLP``, by `linear_products` and normalizations with their activation."""
 
     def __init__(self, theirs: Any) -> None:
         super().__init__()
@@ -69,8 +90,39 @@ class _Radial(torch.nn.Module):
 
     def forward(self, inputs: Any) -> Any:
         """Return the radial functions."""
+        x, layers = inputs, iter(self.net)
         with linear_products(inputs):
-            return self.net(inputs)
+            for layer in layers:
+                if isinstance(layer, torch.nn.LayerNorm):
+                    x = _layer_silu(x, layer.weight, layer.bias, layer.eps)
+                    next(layers)
+                else:
+                    x = layer(x)
+        return x
+
+
+class _Radials(torch.nn.Module):
+    """fairchem's ``UnifiedRadialMLP``, by the same."""
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__()
+        for name, buffer in theirs.named_buffers():
+            self.register_buffer(name, buffer)
+        self.num_layers, self.ln_eps = theirs.num_layers, theirs.ln_eps
+
+    def forward(self, x: Any) -> Any:
+        """Return the radial functions of every layer."""
+        own: Any = self
+        with linear_products(x):
+            h = torch.nn.functional.linear(x, own.W1_cat, own.b1_cat)
+            return [self._of_layer(part, i) for i, part in enumerate(h.chunk(self.num_layers, 1))]
+
+    def _of_layer(self, h: Any, i: int) -> Any:
+        own: Any = self
+        h = _layer_silu(h, own.ln1_weight[i], own.ln1_bias[i], self.ln_eps)
+        h = torch.nn.functional.linear(h, own.fc2_weight[i], own.fc2_bias[i])
+        h = _layer_silu(h, own.ln2_weight[i], own.ln2_bias[i], self.ln_eps)
+        return torch.nn.functional.linear(h, own.fc3_weight[i], own.fc3_bias[i])
 
 
 class _OwnAdjoint(torch.autograd.Function):
@@ -178,10 +230,11 @@ class _Balance:
 
 
 class _Norm(torch.nn.Module):
-    """fairchem's ``EquivariantRMSNormArraySphericalHarmonicsV2`` by torch's normalization.
+    """fairchem's ``EquivariantRMSNormArraySphericalHarmonicsV2``, by a kernel or torch's.
 
-    In the mean square each degree weighs as much as any other, whatever its number of rows. So rows
-    are multiplied by the root of their weight before, and their weight is divided by it after.
+    In the mean square each degree weighs as much as any other, whatever its number of rows. So for
+    torch's, rows are multiplied by the root of their weight before, and their weight is divided by
+    it after.
     """
 
     def __init__(self, theirs: Any) -> None:
@@ -192,8 +245,12 @@ class _Norm(torch.nn.Module):
         weights = theirs.balance_degree_weight
         self.register_buffer("balance_degree_weight", weights, persistent=False)
 
-    def forward(self, node_input: Any) -> Any:
-        """Return the normalized features."""
+    def forward(self, node_input: Any, more: Any = None) -> Any:
+        """Return the normalized features, with `more` added to the first row."""
+        if _by_kernels(node_input):
+            affine, balanced = (self.affine_weight, self.affine_bias), self.balance_degree_weight
+            static = len(self.affine_weight) - 1, self.eps
+            return degree_norm(node_input, *affine, more, balanced.flatten(), *static).out
         with torch.autocast(node_input.device.type, enabled=False):
             # Kept roots would be those of the first dtype: fairchem makes models in float32, and
             # then moves them to float64.
@@ -202,13 +259,44 @@ class _Norm(torch.nn.Module):
             weight = self.affine_weight.index_select(0, self.expand_index) / factors
             x = _of_rows(_centred, node_input, None, factors)
             x = torch.nn.functional.rms_norm(x, weight.shape, weight, self.eps)
-            return x + _first(self.affine_bias, len(weight))
+            x = x + _first(self.affine_bias, len(weight))
+        return x if more is None else torch.cat([x[:, :1] + more.unsqueeze(1), x[:, 1:]], 1)
 
 
 def _norm(theirs: Any) -> Any:
     """Return a norm with the parameters of fairchem's, or theirs if it has no bias or weights."""
     parts = theirs.affine_bias, theirs.balance_degree_weight
     return theirs if any(part is None for part in parts) else _Norm(theirs)
+
+
+class _Block(torch.nn.Module):
+    """fairchem's ``eSCNMD_Block``, whose first normalization adds the embedding of systems."""
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__()
+        self.norm_1, self.edge_wise = theirs.norm_1, theirs.edge_wise
+        self.norm_2, self.atom_wise = theirs.norm_2, theirs.atom_wise
+
+    def forward(
+        self,
+        x: Any,
+        x_edge: Any,
+        edge_index: Any,
+        wigner: Any,
+        wigner_inv_envelope: Any,
+        total_atoms_across_gp_ranks: Any,
+        sys_node_embedding: Any = None,
+        **more: Any,
+    ) -> Any:
+        """Return the features of nodes after messages and the nodes' own network."""
+        edges = x_edge, edge_index, wigner, wigner_inv_envelope, total_atoms_across_gp_ranks
+        x = x + self.edge_wise(self.norm_1(x, sys_node_embedding), *edges, **more)
+        return x + self.atom_wise(self.norm_2(x))
+
+
+def _block(theirs: Any) -> Any:
+    """Return a block of fairchem's layers, or theirs if its first norm isn't ours."""
+    return _Block(theirs) if isinstance(theirs.norm_1, _Norm) else theirs
 
 
 class _Linear(torch.nn.Module):
@@ -267,9 +355,11 @@ LAYERS: dict[str, Any] = {
     "SO2_Conv2_InternalBlock": _convolution,
     "GateActivation": Gates,
     "RadialMLP": _Radial,
+    "UnifiedRadialMLP": _Radials,
     "EquivariantRMSNormArraySphericalHarmonicsV2": _norm,
     "SO3_Linear": _Linear,
     "SpectralAtomwise": _Atomwise,
+    "eSCNMD_Block": _block,
 }
 
 

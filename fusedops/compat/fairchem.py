@@ -25,7 +25,6 @@ import torch
 # Imported now: torch.compile can't import the bridge while it traces a call.
 import fusedops._frame.bridge  # noqa: F401
 from fusedops._frame.check import flag, one_of
-from fusedops._products import linear_products
 from fusedops._swaps import Swap, log, of, start, stop
 from fusedops.compat._edges import edges_of
 from fusedops.compat._force_steps import ForceStep, has_force_steps
@@ -208,32 +207,6 @@ class EdgeOps:
         if wigner.ndim == 2 or wigner.shape[1] == 1:
             return wigner, wigner_inv
         return _packed(wigner, lmax), _packed(wigner_inv, lmax)
-
-    def get_layer_radial_emb(self, x_edge: Any, model: Any) -> Any:
-        """Return the radial functions of all layers, or their input, as fairchem's backend does.
-
-        Parameters
-        ----------
-        x_edge : tensor (E, edge features)
-            Features of the edges.
-        model : torch.nn.Module
-            fairchem's backbone.
-
-        Returns
-        -------
-        list of tensor
-            One for each layer.
-
-        Examples
-        --------
-        fairchem calls it with a model: see `register`.
-
-        >>> from fusedops.compat.fairchem import EdgeOps
-        >>> EdgeOps.get_layer_radial_emb.__name__
-        'get_layer_radial_emb'
-        """
-        with linear_products(x_edge):
-            return super().get_layer_radial_emb(x_edge, model)  # type: ignore[misc]
 
     @_counted
     def node_to_edge_wigner_permute(self, x_full: Any, edge_index: Any, wigner: Any) -> Any:

@@ -1,0 +1,138 @@
+"""Normalizations around the products of equivariant networks: values and first derivatives.
+
+`layer_silu` stands between the linear layers of radial functions, and `degree_norm` before the
+layers of nodes, where all rows of a degree have one weight. Derivatives of higher order, and by
+weights, are the formulas'.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fusedops._frame.arrays import cast, namespace, sigmoid, widened
+from fusedops._frame.primitive import Primitive
+
+
+def _standard(x: Any, eps: float) -> tuple[Any, Any]:
+    """Return rows (E, C) less their mean over their deviation, and one over the deviation."""
+    x = x - x.mean(-1)[:, None]
+    scale = ((x * x).mean(-1) + eps) ** -0.5
+    return x * scale[:, None], scale
+
+
+def _layer_formula(a: Any) -> tuple[Any]:
+    """Define SiLU of a layer's normalized rows."""
+    w = widened(a)
+    h = _standard(w.x, a.eps)[0] * w.weight + w.bias
+    return (cast(h * sigmoid(h), a.x),)
+
+
+def _layer_vjp_formula(a: Any) -> tuple[Any]:
+    """Return the cotangent of x."""
+    w = widened(a)
+    unit, scale = _standard(w.x, a.eps)
+    h = unit * w.weight + w.bias
+    s = sigmoid(h)
+    g = w.dout * s * (1 + h * (1 - s)) * w.weight
+    g = g - g.mean(-1)[:, None] - unit * (g * unit).mean(-1)[:, None]
+    return (cast(g * scale[:, None], a.x),)
+
+
+def _layer_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
+    if wanted.weight is not None or wanted.bias is not None:
+        return NotImplemented
+    found = layer_silu_vjp(a.x, a.weight, a.bias, dy.out, a.eps)
+    return found.dx, None, None
+
+
+_LAYER = {"x": "(E, C)", "weight": "(C)", "bias": "(C)"}
+layer_silu_vjp = Primitive(
+    "layer_silu_vjp",
+    family="norms",
+    arrays={**_LAYER, "dout": "(E, C)"},
+    static={"eps": float},
+    outputs={"dx": "like x"},
+    formula=_layer_vjp_formula,
+)
+layer_silu = Primitive(
+    "layer_silu",
+    family="norms",
+    arrays=_LAYER,
+    static={"eps": float},
+    outputs={"out": "like x"},
+    formula=_layer_formula,
+    pullback=_layer_pullback,
+)
+
+
+def _by_degree(rows: Any, lmax: int) -> Any:
+    """Return the row of each degree (lmax + 1, C) for every order of it."""
+    return rows[[l for l in range(lmax + 1) for _ in range(2 * l + 1)]]
+
+
+def _scaled(a: Any) -> tuple[Any, Any, Any]:
+    """Return features (N, M, C), the first row less its mean, a node's scale, and rows' shares.
+
+    A row's share is its part in the mean square.
+    """
+    first = a.x[:, :1] - a.x[:, :1].mean(-1)[:, :, None]
+    x = namespace(a.x).concatenate([first, a.x[:, 1:]], axis=1)
+    shares = (a.balance / x.shape[2])[:, None]
+    return x, ((x * x * shares).sum(1).sum(1) + a.eps) ** -0.5, shares
+
+
+def _degree_formula(a: Any) -> tuple[Any]:
+    """Define the features of nodes, normalized by degree, with a bias of their first row."""
+    w = widened(a)
+    x, scale, _ = _scaled(w)
+    y = x * scale[:, None, None] * _by_degree(w.weight, a.lmax)
+    first = y[:, :1] + w.bias
+    if w.more is not None:
+        first = first + w.more[:, None]
+    return (cast(namespace(y).concatenate([first, y[:, 1:]], axis=1), a.x),)
+
+
+def _degree_vjp_formula(a: Any) -> tuple[Any]:
+    """Return the cotangent of x."""
+    w = widened(a)
+    x, scale, shares = _scaled(w)
+    g = w.dout * _by_degree(w.weight, a.lmax)
+    along = (g * x).sum(1).sum(1) * scale**3
+    dx = g * scale[:, None, None] - x * shares * along[:, None, None]
+    first = dx[:, :1] - dx[:, :1].mean(-1)[:, :, None]
+    return (cast(namespace(x).concatenate([first, dx[:, 1:]], axis=1), a.x),)
+
+
+def _degree_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
+    if wanted.weight is not None or wanted.bias is not None:
+        return NotImplemented
+    static = a.balance, a.lmax, a.eps
+    dx = None if wanted.x is None else degree_norm_vjp(a.x, a.weight, dy.out, *static).dx
+    return dx, None, None, None if wanted.more is None else cast(dy.out[:, 0], a.more)
+
+
+_NODES = {"x": "(N, M, C)", "weight": "(L, C)"}
+_BALANCE = {"balance": "(M)"}
+_STATIC: dict[str, type] = {"lmax": int, "eps": float}
+_SIZES: dict[str, Any] = {"M": lambda a: (a.lmax + 1) ** 2, "L": lambda a: a.lmax + 1}
+degree_norm_vjp = Primitive(
+    "degree_norm_vjp",
+    family="norms",
+    arrays={**_NODES, "dout": "(N, M, C)"},
+    constants=_BALANCE,
+    static=_STATIC,
+    sizes=_SIZES,
+    outputs={"dx": "like x"},
+    formula=_degree_vjp_formula,
+)
+degree_norm = Primitive(
+    "degree_norm",
+    family="norms",
+    arrays={**_NODES, "bias": "(C)", "more": "(N, C), optional"},
+    constants=_BALANCE,
+    static=_STATIC,
+    sizes=_SIZES,
+    outputs={"out": "like x"},
+    formula=_degree_formula,
+    pullback=_degree_pullback,
+)

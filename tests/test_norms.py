@@ -1,0 +1,125 @@
+"""Normalizations of layers: kernels beside the formulas, and these beside torch's functions."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from fusedops import use_backend
+from fusedops._catalogue import Case
+from fusedops._norms import degree_norm, degree_norm_vjp, layer_silu, layer_silu_vjp
+from fusedops.testing import check, error
+from places import interpreted, needs_torch, needs_triton
+
+pytestmark = interpreted
+
+
+def cases():
+    def add(name, primitive, *shapes, static):
+        def make():
+            rng = np.random.default_rng(0)
+            return tuple(shape and rng.normal(size=shape) for shape in shapes), static
+
+        found.append(Case(name, primitive, make))
+
+    found = []
+    for E, C in ((37, 24), (300, 128), (3, 130), (2, 1), (0, 5)):
+        arrays = (E, C), (C,), (C,)
+        add(f"{E}-{C}", layer_silu, *arrays, static=(1e-5,))
+        add(f"{E}-{C}", layer_silu_vjp, *arrays, (E, C), static=(1e-5,))
+    for N, lmax, C in ((5, 2, 24), (3, 0, 5), (2, 3, 130), (4, 6, 8), (0, 1, 3)):
+        x, weight = (N, (lmax + 1) ** 2, C), (lmax + 1, C)
+        static = np.linspace(0.1, 0.2, (lmax + 1) ** 2), lmax, 1e-5
+        for more in (None, (N, C)):
+            name = f"{N}-{lmax}-{C}{'-more' * bool(more)}"
+            add(name, degree_norm, x, weight, (C,), more, static=static)
+        add(f"{N}-{lmax}-{C}", degree_norm_vjp, x, weight, x, static=static)
+    return found
+
+
+CASES = cases()
+
+
+@needs_torch
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_and_formulas(case, backend, dtype):
+    check(case, "torch", backend, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_on_a_gpu(case, dtype):
+    check(case, "torch", "triton", dtype, "cuda")
+
+
+def given(primitive):
+    """Return tensors in float64 for the first case of a primitive, and its other arguments."""
+    import torch
+
+    arrays, static = next(case for case in CASES if case.primitive is primitive).make()
+    static = [torch.tensor(s) if isinstance(s, np.ndarray) else s for s in static]
+    return [torch.tensor(a) for a in arrays if a is not None], static
+
+
+@needs_torch
+def test_silu_of_normalized_rows_is_torchs():
+    import torch
+
+    (x, weight, bias), (eps,) = given(layer_silu)
+    h = torch.nn.functional.layer_norm(x, x.shape[1:], weight, bias, eps)
+    expected = torch.nn.functional.silu(h)
+    assert error(layer_silu(x, weight, bias, eps).out, expected) < 1e-14
+
+
+@needs_torch
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("primitive", [layer_silu, degree_norm], ids=lambda p: p.name)
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_derivatives(primitive, backend):
+    """By all arrays, of first and second order, forward and backward."""
+    import torch
+
+    arrays, static = given(primitive)
+    arrays = [a[:3].requires_grad_() if a.ndim > 1 else a.requires_grad_() for a in arrays]
+    if primitive is degree_norm:
+        arrays.append(torch.randn(3, arrays[0].shape[2]).double().requires_grad_())
+
+    def function(*arrays):
+        with use_backend(backend):
+            return primitive(*arrays, *static).out
+
+    options = {"fast_mode": True}
+    assert torch.autograd.gradcheck(function, arrays, check_forward_ad=True, **options)
+    assert torch.autograd.gradgradcheck(function, arrays, **options)
+    # Where no weight has a gradient, the gradient is a kernel's.
+    alone = functools.partial(_of_features, function, [a.detach() for a in arrays])
+    features = arrays[0], *arrays[3:]
+    assert torch.autograd.gradcheck(alone, features, check_forward_ad=True, **options)
+    assert torch.autograd.gradgradcheck(alone, features, **options)
+
+
+def _of_features(function, arrays, x, *more):
+    return function(x, *arrays[1:3], *more)
+
+
+@needs_triton
+@pytest.mark.parametrize("primitive", [layer_silu_vjp, degree_norm_vjp], ids=lambda p: p.name)
+def test_rows_are_read_where_they_lie(primitive):
+    import torch
+
+    arrays, static = given(primitive)
+    expected = primitive(*arrays, *static).dx
+
+    def spread(a):
+        wide = torch.full((a.shape[0], 2, *a.shape[1:]), torch.nan, dtype=a.dtype)
+        wide[:, 1] = a
+        return wide[:, 1]
+
+    with use_backend("triton"):
+        found = primitive(*[spread(a) for a in arrays], *static).dx
+        columns = primitive(*[a.mT.contiguous().mT if a.ndim > 1 else a for a in arrays], *static)
+    assert error(found, expected) < 1e-13
+    assert error(columns.dx, expected) < 1e-13
