@@ -224,39 +224,48 @@ def write_block(x, halves, place, there, lo, to_scale):
 
 
 @triton.jit
-def _block(at, step, r, rows, terms, x_term, BT: tl.constexpr):
-    """Return a block of terms of rows, with zeros behind the last."""
-    k = (step * BT + tl.arange(0, BT)).to(tl.int64)
-    inside = (r < rows)[:, None] & (k < terms)[None, :]
-    return tl.load(at + k[None, :] * x_term, mask=inside, other=0.0)
+def _block(at, at_before, step, r, rows, terms, ahead, x_term, BT: tl.constexpr):
+    """Return a block of terms of rows, of which some may lie ahead, with zeros behind the last."""
+    k = (step * BT + tl.arange(0, BT)).to(tl.int64)[None, :]
+    inside = (r < rows)[:, None] & (k < terms)
+    if at_before is None:
+        return tl.load(at + k * x_term, mask=inside, other=0.0)
+    else:
+        first = tl.load(at_before + k, mask=inside & (k < ahead), other=0.0)
+        rest = tl.load(at + (k - ahead) * x_term, mask=inside & (k >= ahead), other=0.0)
+        return tl.where(k < ahead, first, rest)
 
 
 def _split(
-    x, halves, scales, rows, terms, x_batch, x_row, x_term, lo, pitch,
+    x, before, halves, scales, rows, terms, ahead, x_batch, x_row, x_term, before_row, lo, pitch,
     UNIT: tl.constexpr, ALIGNED: tl.constexpr, TERMS_FAST: tl.constexpr,
     BR: tl.constexpr, BT: tl.constexpr, STEPS: tl.constexpr, STRICT: tl.constexpr,
 ):  # fmt: skip
     """Write the halves of rows, and the scales' reciprocals.
 
-    If STRICT, rows whose halves lose digits have bits instead, and a reciprocal of zero.
-    STEPS of BT terms are given where there is one, and to the interpreter, which can't turn a
-    number into a range.
+    A row has `ahead` terms of `before`, and then x. If STRICT, rows whose halves lose digits have
+    bits instead, and a reciprocal of zero. STEPS of BT terms are given where there is one, and to
+    the interpreter, which can't turn a number into a range.
     """
     x_batch, x_row, x_term = strides(x_batch, x_row, x_term, UNIT, ALIGNED)
     if ALIGNED:
-        rows, terms = rows // 8 * 8, terms // 8 * 8
+        rows, terms, ahead = rows // 8 * 8, terms // 8 * 8, ahead // 8 * 8
+        before_row = before_row // 8 * 8
     # Lines of halves begin at multiples of eight, and end with zeros.
     pitch, lo = pitch // 8 * 8, lo.to(tl.int64) // 8 * 8
     blocks = tl.cdiv(rows, BR)
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     r = (tl.program_id(0) % blocks * BR + tl.arange(0, BR)).to(tl.int64)
     at = x + batch * x_batch + r[:, None] * x_row
+    at_before = before
+    if before is not None:
+        at_before = before + r[:, None] * before_row
     value = tl.zeros((BR, BT), tl.float32)
     most = tl.zeros((BR, BT), tl.int32)
     INFINITE: tl.constexpr = 0x7F800000
     least = most + INFINITE
     for step in range(tl.cdiv(terms, BT) if STEPS is None else STEPS):
-        value = _block(at, step, r, rows, terms, x_term, BT)
+        value = _block(at, at_before, step, r, rows, terms, ahead, x_term, BT)
         bits = _bits(value)
         most = tl.maximum(most, bits)
         least = tl.minimum(least, tl.where(bits == 0, INFINITE, bits))
@@ -273,7 +282,7 @@ def _split(
         k = (step * BT + tl.arange(0, BT)).to(tl.int64)
         # A single block is still there.
         if STEPS != 1:
-            value = _block(at, step, r, rows, terms, x_term, BT)
+            value = _block(at, at_before, step, r, rows, terms, ahead, x_term, BT)
         hi, low = _stored(value, scale[:, None], reciprocal[:, None], STRICT)
         if TERMS_FAST:
             place = to + k[None, :]
@@ -570,19 +579,39 @@ def _multiply_rest(
                 _write_tile(total, to, inside, n, N, batch, out, bias, most, ADD)
 
 
+def _repeat(
+    row, out, rows, columns, out_row, R: tl.constexpr, SIZE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Write a row into all rows of a matrix."""
+    if ALIGNED:
+        columns, out_row = columns // 8 * 8, out_row // 8 * 8
+    blocks = tl.cdiv(columns, SIZE)
+    r = (tl.program_id(0) // blocks * R + tl.arange(0, R)).to(tl.int64)[:, None]
+    c = (tl.program_id(0) % blocks * SIZE + tl.arange(0, SIZE))[None, :]
+    value = tl.load(row + c, mask=c < columns, other=0.0)
+    there = (r < rows) & (c < columns)
+    tl.store(out + r * out_row + c, tl.broadcast_to(value, (R, SIZE)), mask=there)
+
+
 _launch_halve = Launcher(kernel_of_any_size(_halve, ("x", "halves")), 4)
 _launch_rest = Launcher(kernel_of_any_size(_multiply_rest), 8)
 
 
 @functools.cache
 def _splitter(aligned: bool) -> Launcher:
-    return Launcher(kernel_of_any_size(_split, ("x", "halves") if aligned else ("halves",)), 8)
+    names = ("x", "before") if aligned else ()
+    return Launcher(kernel_of_any_size(_split, ("halves", *names)), 8)
 
 
 @functools.cache
 def _block_splitter(aligned: bool) -> Launcher:
     names = ("x", "before", "functions") if aligned else ()
     return Launcher(kernel_of_any_size(_split_blocks, ("halves", *names)), 8)
+
+
+@functools.cache
+def _repeater(aligned: bool) -> Launcher:
+    return Launcher(kernel_of_any_size(_repeat, ("row", "out") if aligned else ()), 4)
 
 
 @functools.cache
@@ -621,14 +650,17 @@ def in_vectors(*matrices: Any) -> bool:
     )
 
 
-def split(matrix: Any, along: int, strict: bool = True) -> Halves:
+def split(matrix: Any, along: int, strict: bool = True, before: Any = None) -> Halves:
     """Split matrices (batch, rows, columns) for a product with sums along an axis.
 
     If not `strict`, halves serve for all rows: they lose digits of numbers below 2⁻²⁸ of a row's
-    largest.
+    largest. One matrix with sums along its columns may have those of another `before` it.
     """
     x = matrix if along == 2 else matrix.mT
     batches, rows, terms = x.shape
+    ahead = 0 if before is None else before.shape[1]
+    if before is not None:
+        before, terms = before if before.stride(1) == 1 else before.contiguous(), ahead + terms
     terms_fast = unit_of(x) != 0
     slow, fast = (rows, terms) if terms_fast else (terms, rows)
     pitch = -(-fast // 8) * 8
@@ -639,15 +671,17 @@ def split(matrix: Any, along: int, strict: bool = True) -> Halves:
     BR = max(16 if not terms_fast else 4, 8192 // BT)
     if BT > 1024:
         BR, BT = (4, 1024) if terms_fast else (32, 128)
-    numbers = rows, terms, *x.stride(), halves.stride(0), pitch
+    row = 0 if before is None else before.stride(0)
+    numbers = rows, terms, ahead, *x.stride(), row, halves.stride(0), pitch
     steps = -(-terms // BT)
     steps = steps if steps == 1 or not x.is_cuda else None
-    constants = unit_of(x), in_vectors(x), terms_fast, BR, BT, steps, strict
-    key = x.device, wide(*numbers), *constants
+    aligned = in_vectors(x) and (before is None or in_vectors(before[None]))
+    constants = unit_of(x), aligned, terms_fast, BR, BT, steps, strict
+    key = x.device, before is None, wide(*numbers), *constants
     programs = batches * -(-rows // BR)
-    _splitter(in_vectors(x))(programs, key, x, halves, scales, *numbers, *constants)
-    fast_axis = along if terms_fast else 3 - along
-    return Halves(halves, scales, tuple(matrix.shape), fast_axis, batches, strict=strict)
+    _splitter(aligned)(programs, key, x, before, halves, scales, *numbers, *constants)
+    shape = (batches, rows, terms) if along == 2 else (batches, terms, rows)
+    return Halves(halves, scales, shape, along if terms_fast else 3 - along, batches, strict=strict)
 
 
 def split_blocks(
@@ -757,6 +791,16 @@ def multiply_halves(
     _launch_rest(rows, key, *arrays, *scalars, factor, *constants)
 
 
+def repeat(row: Any, out: Any) -> None:
+    """Write a row into all rows of a matrix, whose columns lie without gaps."""
+    (rows, columns), row = out.shape, row.contiguous()
+    aligned = in_vectors(out[None]) and row.data_ptr() % 16 == 0
+    integers, constants = (rows, columns, out.stride(0)), (16, 128, aligned)
+    key = out.device, out.dtype, wide(*integers), constants
+    programs = -(-rows // 16) * -(-columns // 128)
+    _repeater(aligned)(programs, key, row, out, *integers, *constants)
+
+
 def parts_of(device: Any, M: int, N: int, K: int) -> int:
     """Return the parts of a sum over very many terms, for rounds of all multiprocessors."""
     many, tiles = processors(device), -(-M // _TILE[0]) * -(-N // _TILE[1])
@@ -795,12 +839,21 @@ class Factor:
     @property
     def halves(self) -> Halves:
         if self._halves is None and not self._summed:
-            self._halves = split(self.matrix[None], 2)
+            matrix, before, functions = self._given
+            if functions is not None:
+                matrix = self.matrix
+            self._halves = split(matrix[None], 2, before=before)
         elif self._halves is None:
             rows, columns = self.shape
             self._sums = self._given[0].new_empty(-(-rows // BLOCK[0]), columns)
             self._halves = split_blocks(*self._given, self._sums)
         return self._halves
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The matrices whose columns lie one after the other, joined if that serves a sum, too."""
+        matrix, before, _ = self._given
+        return (self.matrix,) if before is None or self._summed else (before, matrix)
 
     @property
     def ready(self) -> bool:
@@ -829,10 +882,19 @@ def multiply(out: Any, a: Factor, b: Any, precision: str, shift: Any = None) -> 
     elif _is_split(precision, a, a.shape[0], b.shape[1], a.shape[1]):
         bias = None if shift is None else shift.contiguous()
         multiply_halves(a.halves, split(b[None], 1), out[None], bias=bias)
-    elif shift is None:
-        product(precision == "tf32", torch.mm, a.matrix, b, out=out)
     else:
-        product(precision == "tf32", torch.addmm, shift, a.matrix, b, out=out)
+        tf32, begin = precision == "tf32", 0
+        # Torch would write the bias into rows with gaps itself, number by number.
+        if shift is not None and out.numel() and not out.is_contiguous():
+            repeat(shift.to(out.dtype), out)
+            shift = out
+        for part in a.parts:
+            end = begin + part.shape[1]
+            if shift is None:
+                product(tf32, torch.mm, part, b[begin:end], out=out)
+            else:
+                product(tf32, torch.addmm, shift, part, b[begin:end], out=out)
+            shift, begin = out, end
 
 
 def sum_over_rows(a: Factor, b: Factor, precision: str) -> Any:

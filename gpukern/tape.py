@@ -46,6 +46,7 @@ _EMPTY = {
 #: Functions for operators: they take the same arguments, but skip the look into a schema.
 _FASTER = {
     aten.add.Tensor: torch.add,
+    aten.addmm.out: torch.addmm,
     aten.baddbmm.out: torch.baddbmm,
     aten.bmm.default: torch.bmm,
     aten.bmm.out: torch.bmm,

@@ -13,7 +13,7 @@ import pytest
 import fusedops
 from fusedops import samples
 from fusedops._catalogue import typical
-from fusedops.testing import CASES, check
+from fusedops.testing import CASES, check, error
 
 torch = pytest.importorskip("torch")
 tl = pytest.importorskip("triton.language")
@@ -221,6 +221,27 @@ def test_a_product_without_matrices_is_a_sum_of_parts(layout, K, device):
         sums = torch.full((parts, 40, 24), torch.nan, device=device)
         multiply_halves(left.mT, right, sums, parts=parts)
         assert errors(sums.sum(0), a[0].T, b[0])[1] < 3e-7
+
+
+@pytest.mark.parametrize("sizes", [(37, 8, 24, 16), (5, 3, 7, 9), (90, 16, 2000, 40)], ids=str)
+def test_columns_of_another_matrix_come_first(sizes, device):
+    rows, ahead, terms, width = sizes
+    first, x = torch.randn(rows, ahead, device=device), torch.randn(rows, terms, device=device)
+    both = torch.cat([first, x], 1)
+    found, expected = split(x[None], 2, before=first), split(both[None], 2)
+    assert torch.equal(found.halves, expected.halves)
+    assert torch.equal(found.scales, expected.scales)
+    assert found[2:] == expected[2:]
+    weight, bias = (torch.randn(n, width, device=device) for n in ((ahead + terms), 1))
+    # Behind the result's columns are others.
+    out = torch.full((rows, width + 3), torch.nan, device=device)
+    for dtype in (torch.float32, torch.float64):
+        given = [a.to(dtype) for a in (x, first, weight, bias[0])]
+        to = out.to(dtype)
+        multiply(to[:, :width], Factor(*given[:2], summed=False), given[2], "ieee", given[3])
+        expected = both.double() @ weight.double() + bias
+        assert error(to[:, :width].cpu(), expected.cpu()) < 1e-6
+        assert to[:, width:].isnan().all()
 
 
 def test_one_scale_serves_a_product_whose_largest_number_is_known(device):

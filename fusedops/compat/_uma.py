@@ -247,10 +247,11 @@ class _Norm(torch.nn.Module):
 
     def forward(self, node_input: Any, more: Any = None) -> Any:
         """Return the normalized features, with `more` added to the first row."""
+        eps, lmax = self.eps, len(self.affine_weight) - 1
         if _by_kernels(node_input):
-            affine, balanced = (self.affine_weight, self.affine_bias), self.balance_degree_weight
-            static = len(self.affine_weight) - 1, self.eps
-            return degree_norm(node_input, *affine, more, balanced.flatten(), *static).out
+            balanced: Any = self.balance_degree_weight
+            affine, static = (self.affine_weight, self.affine_bias), (balanced.flatten(), lmax, eps)
+            return degree_norm(node_input, *affine, more, *static).out
         with torch.autocast(node_input.device.type, enabled=False):
             # Kept roots would be those of the first dtype: fairchem makes models in float32, and
             # then moves them to float64.
@@ -258,7 +259,7 @@ class _Norm(torch.nn.Module):
             factors = (len(balance) * balance).sqrt()
             weight = self.affine_weight.index_select(0, self.expand_index) / factors
             x = _of_rows(_centred, node_input, None, factors)
-            x = torch.nn.functional.rms_norm(x, weight.shape, weight, self.eps)
+            x = torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
             x = x + _first(self.affine_bias, len(weight))
         return x if more is None else torch.cat([x[:, :1] + more.unsqueeze(1), x[:, 1:]], 1)
 
