@@ -173,7 +173,7 @@ def test_kernels_compile(families, dtype, capability, before, tmp_path):
 OF_TENSORS = """
 from fusedops.crystal import Reflections
 from fusedops.density import op
-from fusedops import _norms
+from fusedops import _networks
 
 
 def note(kernel, made):

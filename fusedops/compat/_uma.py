@@ -15,7 +15,7 @@ from fusedops._frame.bridge.modes import has_tangent
 from fusedops._frame.check import traced
 from fusedops._frame.torch_private import private
 from fusedops._layers import has_hooks
-from fusedops._norms import degree_norm, layer_silu
+from fusedops._networks import degree_norm, layer_silu, row_linear
 from fusedops._products import linear_products
 from fusedops.nn import SO2Convolution
 from fusedops.so2 import Layout, gate_activation
@@ -301,15 +301,23 @@ def _block(theirs: Any) -> Any:
 
 
 class _Linear(torch.nn.Module):
-    """fairchem's ``SO3_Linear``, whose bias is added by the products."""
+    """fairchem's ``SO3_Linear``, whose products have the rows of nodes where they lie on a GPU."""
 
     def __init__(self, theirs: Any) -> None:
         super().__init__()
         self.weight, self.bias = theirs.weight, theirs.bias
         self.register_buffer("expand_index", theirs.expand_index, persistent=False)
 
+    def with_gates(self, x: Any, layer: Any = None) -> Any:
+        """Return the features of the next layer, and the gates by a layer of the first row."""
+        weight, index = self.weight, self.expand_index
+        gated = (None, None) if layer is None else (layer.weight, layer.bias)
+        return row_linear(x, weight.index_select(0, index), self.bias, *gated)
+
     def forward(self, input_embedding: Any) -> Any:
         """Return the features of the next layer."""
+        if _by_kernels(input_embedding):
+            return self.with_gates(input_embedding).out
         weight = self.weight.index_select(0, self.expand_index).mT
         bias = _first(self.bias, len(weight)).unsqueeze(1)
         found = torch.baddbmm(bias, input_embedding.transpose(0, 1), weight)
@@ -326,8 +334,11 @@ class _Atomwise(torch.nn.Module):
 
     def forward(self, x: Any) -> Any:
         """Return the features of the next layer."""
-        gates = self.scalar_mlp(x[:, 0])
-        return self.so3_linear_2(self.act(gates, self.so3_linear_1(x)))
+        first, layers = self.so3_linear_1, self.scalar_mlp
+        if isinstance(first, _Linear) and _by_kernels(x):
+            h, gates = first.with_gates(x, layers[0])
+            return self.so3_linear_2(self.act(layers[1:](gates), h))
+        return self.so3_linear_2(self.act(layers(x[:, 0]), first(x)))
 
 
 def _first(row: Any, count: int) -> Any:

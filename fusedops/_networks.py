@@ -1,15 +1,15 @@
-"""Normalizations around the products of equivariant networks: values and first derivatives.
+"""Layers between the ops of equivariant networks: values, and first derivatives by features.
 
-`layer_silu` stands between the linear layers of radial functions, and `degree_norm` before the
-layers of nodes, where all rows of a degree have one weight. Derivatives of higher order, and by
-weights, are the formulas'.
+`layer_silu` stands between the linear layers of radial functions. Layers of nodes begin with
+`degree_norm`, where all rows of a degree have one weight, and `row_linear` multiplies each row by
+a matrix. Derivatives of higher order, and by weights, are the formulas'.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from fusedops._frame.arrays import cast, namespace, sigmoid, widened
+from fusedops._frame.arrays import cast, namespace, sigmoid, widened, zeros
 from fusedops._frame.primitive import Primitive
 
 
@@ -48,7 +48,7 @@ def _layer_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
 _LAYER = {"x": "(E, C)", "weight": "(C)", "bias": "(C)"}
 layer_silu_vjp = Primitive(
     "layer_silu_vjp",
-    family="norms",
+    family="networks",
     arrays={**_LAYER, "dout": "(E, C)"},
     static={"eps": float},
     outputs={"dx": "like x"},
@@ -56,7 +56,7 @@ layer_silu_vjp = Primitive(
 )
 layer_silu = Primitive(
     "layer_silu",
-    family="norms",
+    family="networks",
     arrays=_LAYER,
     static={"eps": float},
     outputs={"out": "like x"},
@@ -117,7 +117,7 @@ _STATIC: dict[str, type] = {"lmax": int, "eps": float}
 _SIZES: dict[str, Any] = {"M": lambda a: (a.lmax + 1) ** 2, "L": lambda a: a.lmax + 1}
 degree_norm_vjp = Primitive(
     "degree_norm_vjp",
-    family="norms",
+    family="networks",
     arrays={**_NODES, "dout": "(N, M, C)"},
     constants=_BALANCE,
     static=_STATIC,
@@ -127,7 +127,7 @@ degree_norm_vjp = Primitive(
 )
 degree_norm = Primitive(
     "degree_norm",
-    family="norms",
+    family="networks",
     arrays={**_NODES, "bias": "(C)", "more": "(N, C), optional"},
     constants=_BALANCE,
     static=_STATIC,
@@ -135,4 +135,66 @@ degree_norm = Primitive(
     outputs={"out": "like x"},
     formula=_degree_formula,
     pullback=_degree_pullback,
+)
+
+
+def _linear_formula(a: Any) -> tuple[Any, Any]:
+    """Define the products of every row with its matrix, and of the first row with the gates'."""
+    w = widened(a)
+    rows = w.x.swapaxes(0, 1) @ w.weight.swapaxes(1, 2)
+    if w.bias is not None:
+        rows = namespace(rows).concatenate([rows[:1] + w.bias, rows[1:]], axis=0)
+    gates = None
+    if w.gate_weight is not None:
+        gates = w.x[:, 0] @ w.gate_weight.T
+        gates = cast(gates if w.gate_bias is None else gates + w.gate_bias, a.x)
+    return cast(rows.swapaxes(0, 1), a.x), gates
+
+
+def _linear_vjp_formula(a: Any) -> tuple[Any]:
+    """Return the cotangent of x."""
+    w = widened(a)
+    dx = None
+    if w.dout is not None:
+        dx = (w.dout.swapaxes(0, 1) @ w.weight).swapaxes(0, 1)
+    if w.dgates is not None:
+        first = w.dgates @ w.gate_weight
+        if dx is None:
+            dx = zeros(first, (len(first), len(w.weight), first.shape[1]))
+        first = (dx[:, 0] + first)[:, None]
+        dx = namespace(dx).concatenate([first, dx[:, 1:]], axis=1)
+    return (cast(dx, a.weight),)
+
+
+def _linear_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
+    if any([want is not None for want in wanted[1:]]):
+        return NotImplemented
+    found = row_linear_vjp(a.weight, a.gate_weight, dy.out, dy.gates)
+    return found.dx, None, None, None, None
+
+
+_GATED = {"weight": "(M, H, C)", "gate_weight": "(G, C), optional"}
+row_linear_vjp = Primitive(
+    "row_linear_vjp",
+    family="networks",
+    arrays={**_GATED, "dout": "(N, M, H), optional", "dgates": "(N, G), optional"},
+    static={},
+    outputs={"dx": "(N, M, C) of weight, dout, dgates"},
+    formula=_linear_vjp_formula,
+)
+row_linear = Primitive(
+    "row_linear",
+    family="networks",
+    arrays={
+        "x": "(N, M, C)",
+        "weight": "(M, H, C)",
+        "bias": "(H), optional",
+        "gate_weight": "(G, C), optional",
+        "gate_bias": "(G), optional",
+    },
+    static={},
+    sizes={"G": lambda a: 0 if a.gate_weight is None else a.gate_weight.shape[0]},
+    outputs={"out": "(N, M, H) of x, weight", "gates": "(N, G) of x, weight with G"},
+    formula=_linear_formula,
+    pullback=_linear_pullback,
 )

@@ -1,7 +1,8 @@
-"""Normalizations on the GPU, each in one kernel, as is the gradient by features.
+"""Layers of equivariant networks on the GPU: normalizations by kernels, and products by torch.
 
-A block of rows is read once, and its sums stay in registers: bytes are the features in and out, and
-the cotangents in.
+A normalization is one kernel, as is its gradient by features: a block of rows is read once, and its
+sums stay in registers, so that bytes are the features in and out, and the cotangents in. Products
+read and write the rows of nodes where they lie.
 """
 
 from __future__ import annotations
@@ -157,3 +158,25 @@ def degree_norm(a: Any, y: Any) -> None:
 @register("degree_norm_vjp", "triton")
 def degree_norm_vjp(a: Any, y: Any) -> None:
     _normalize_nodes(a, (None, None, a.dout), y.dx)
+
+
+@register("row_linear", "triton")
+def row_linear(a: Any, y: Any) -> None:
+    if y.out is not None:
+        torch.bmm(a.x.transpose(0, 1), a.weight.mT, out=y.out.transpose(0, 1))
+        if a.bias is not None:
+            y.out[:, 0].add_(a.bias)
+    if y.gates is not None:
+        torch.mm(a.x[:, 0], a.gate_weight.T, out=y.gates)
+        if a.gate_bias is not None:
+            y.gates.add_(a.gate_bias)
+
+
+@register("row_linear_vjp", "triton")
+def row_linear_vjp(a: Any, y: Any) -> None:
+    if a.dout is None:
+        y.dx.zero_()
+    else:
+        torch.bmm(a.dout.transpose(0, 1), a.weight, out=y.dx.transpose(0, 1))
+    if a.dgates is not None:
+        y.dx[:, 0].addmm_(a.dgates, a.gate_weight)

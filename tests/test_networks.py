@@ -1,13 +1,18 @@
-"""Normalizations of layers: kernels beside the formulas, and these beside torch's functions."""
-
-import functools
+"""Layers of networks: kernels beside the formulas, and these beside torch's functions."""
 
 import numpy as np
 import pytest
 
 from fusedops import use_backend
 from fusedops._catalogue import Case
-from fusedops._norms import degree_norm, degree_norm_vjp, layer_silu, layer_silu_vjp
+from fusedops._networks import (
+    degree_norm,
+    degree_norm_vjp,
+    layer_silu,
+    layer_silu_vjp,
+    row_linear,
+    row_linear_vjp,
+)
 from fusedops.testing import check, error
 from places import interpreted, needs_torch, needs_triton
 
@@ -34,6 +39,15 @@ def cases():
             name = f"{N}-{lmax}-{C}{'-more' * bool(more)}"
             add(name, degree_norm, x, weight, (C,), more, static=static)
         add(f"{N}-{lmax}-{C}", degree_norm_vjp, x, weight, x, static=static)
+    for N, M, H, C, G in ((7, 4, 6, 10, 12), (3, 1, 5, 2, 0), (40, 9, 16, 8, 8), (0, 4, 3, 3, 3)):
+        out, weight, gates = (N, M, H), (M, H, C), (G, C) if G else None
+        for bias in (True, False):
+            shapes = (H,) if bias else None, gates, (G,) if G and bias else None
+            name = f"{N}-{M}-{G}{'-bias' * bias}"
+            add(name, row_linear, (N, M, C), weight, *shapes, static=())
+        add(f"{N}-{M}-{G}", row_linear_vjp, weight, gates, out, (N, G) if G else None, static=())
+        if G:
+            add(f"{N}-{M}-gates", row_linear_vjp, weight, gates, None, (N, G), static=())
     return found
 
 
@@ -55,11 +69,11 @@ def test_kernels_on_a_gpu(case, dtype):
     check(case, "torch", "triton", dtype, "cuda")
 
 
-def given(primitive):
-    """Return tensors in float64 for the first case of a primitive, and its other arguments."""
+def given(case):
+    """Return tensors in float64 for a case, without arrays that are left out, and its rest."""
     import torch
 
-    arrays, static = next(case for case in CASES if case.primitive is primitive).make()
+    arrays, static = case.make()
     static = [torch.tensor(s) if isinstance(s, np.ndarray) else s for s in static]
     return [torch.tensor(a) for a in arrays if a is not None], static
 
@@ -68,7 +82,7 @@ def given(primitive):
 def test_silu_of_normalized_rows_is_torchs():
     import torch
 
-    (x, weight, bias), (eps,) = given(layer_silu)
+    (x, weight, bias), (eps,) = given(CASES[0])
     h = torch.nn.functional.layer_norm(x, x.shape[1:], weight, bias, eps)
     expected = torch.nn.functional.silu(h)
     assert error(layer_silu(x, weight, bias, eps).out, expected) < 1e-14
@@ -76,41 +90,38 @@ def test_silu_of_normalized_rows_is_torchs():
 
 @needs_torch
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
-@pytest.mark.parametrize("primitive", [layer_silu, degree_norm], ids=lambda p: p.name)
+@pytest.mark.parametrize("primitive", [layer_silu, degree_norm, row_linear], ids=lambda p: p.name)
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_derivatives(primitive, backend):
     """By all arrays, of first and second order, forward and backward."""
     import torch
 
-    arrays, static = given(primitive)
-    arrays = [a[:3].requires_grad_() if a.ndim > 1 else a.requires_grad_() for a in arrays]
-    if primitive is degree_norm:
-        arrays.append(torch.randn(3, arrays[0].shape[2]).double().requires_grad_())
+    own = [case for case in CASES if case.primitive is primitive]
+    arrays, static = given(next(case for case in own if all(a is not None for a in case.make()[0])))
+    arrays = [a.requires_grad_() for a in arrays]
 
     def function(*arrays):
         with use_backend(backend):
-            return primitive(*arrays, *static).out
+            return [out for out in primitive(*arrays, *static) if out is not None]
 
     options = {"fast_mode": True}
     assert torch.autograd.gradcheck(function, arrays, check_forward_ad=True, **options)
     assert torch.autograd.gradgradcheck(function, arrays, **options)
     # Where no weight has a gradient, the gradient is a kernel's.
-    alone = functools.partial(_of_features, function, [a.detach() for a in arrays])
-    features = arrays[0], *arrays[3:]
-    assert torch.autograd.gradcheck(alone, features, check_forward_ad=True, **options)
-    assert torch.autograd.gradgradcheck(alone, features, **options)
-
-
-def _of_features(function, arrays, x, *more):
-    return function(x, *arrays[1:3], *more)
+    names = zip(primitive.arrays, arrays, strict=True)
+    features = [a if name in ("x", "more") else a.detach() for name, a in names]
+    assert torch.autograd.gradcheck(function, features, check_forward_ad=True, **options)
+    assert torch.autograd.gradgradcheck(function, features, **options)
 
 
 @needs_triton
-@pytest.mark.parametrize("primitive", [layer_silu_vjp, degree_norm_vjp], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "primitive", [layer_silu_vjp, degree_norm_vjp, row_linear_vjp], ids=lambda p: p.name
+)
 def test_rows_are_read_where_they_lie(primitive):
     import torch
 
-    arrays, static = given(primitive)
+    arrays, static = given(next(case for case in CASES if case.primitive is primitive))
     expected = primitive(*arrays, *static).dx
 
     def spread(a):
