@@ -325,7 +325,14 @@ def _by_graphs(model: _Model) -> Served:
             return {"energy": energy, "dpos": dpos, "dstrain": (virial + virial.T) / 2}
 
     step = ForceStep(Forces().eval())
-    return Served({BOTH: lambda: tuple([x.detach() for x in step(model.data).values()])})
+    return _captured({BOTH: lambda: tuple([x.detach() for x in step(model.data).values()])})
+
+
+def _captured(steps: Steps) -> Served:
+    """Return steps that have a graph already, whose errors are those of later steps."""
+    for _ in range(2):
+        steps[BOTH]()
+    return Served(steps)
 
 
 def _theirs(mode: str) -> Callable[..., Steps]:
@@ -463,7 +470,7 @@ def _ours_simulated(
     finally:
         compat.unregister()
     steps = _forces(compat.ForceStep(model), _described(problem, device, dtype))
-    return Served(steps if precision is None else _with_tf32(steps))
+    return _captured(steps if precision is None else _with_tf32(steps))
 
 
 def _with_tf32(steps: Steps) -> Steps:

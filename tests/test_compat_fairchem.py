@@ -485,6 +485,12 @@ class Forces(torch.nn.Module):
         return self.head(data, self.backbone(data))
 
 
+#: fairchem joins its layers' methods from 2.23 on.
+needs_fused = pytest.mark.skipif(
+    not hasattr(execution_backends.UMASFastGPUBackend, "gate_activation"), reason="fairchem < 2.23"
+)
+
+
 @pytest.fixture
 def uncaptured(monkeypatch):
     """Force steps on the CPU, whose replays evaluate anew."""
@@ -543,6 +549,70 @@ def test_a_force_step_is_its_models(uncaptured, mode, count):
     assert step._captured is not None
     assert set(calls) == {1, 2}
     assert step(data)["forces"].grad_fn is None
+
+
+def half(mode="umas_fast_gpu", **options):
+    """Return a model whose products are TF32's, and a step of it."""
+    uma.register(turbo=True, precision="tf32")
+    ours = Forces(*model(mode, dtype=torch.float32, regress_stress=True, **options))
+    return ours, uma.ForceStep(ours)
+
+
+@needs_fused
+@pytest.mark.parametrize("count", [1, 2])
+def test_messages_of_a_force_step_in_halves(uncaptured, count):
+    ours, step = half()
+    data = systems(count, torch.float32)
+    for what in MOVES:
+        want = ours(data.clone())
+        for _ in range(2):
+            found = step(data.clone())
+        assert step._captured.prepared.halves
+        # Forces are sums of messages that nearly cancel.
+        assert_close(found.values(), want.values(), 0.02)
+        assert not torch.equal(found["forces"], want["forces"])
+        moved(data, what)
+
+
+@needs_fused
+@pytest.mark.parametrize("power", [-80, -20, 60])
+def test_forces_of_any_size_in_halves(uncaptured, power):
+    ours, step = half()
+    data = systems(1, torch.float32)
+    unit = [step(data.clone()) for _ in range(2)][-1]
+    with torch.no_grad():
+        ours.head.energy_block[-1].weight.mul_(2.0**power)
+        ours.head.energy_block[-1].bias.mul_(2.0**power)
+    for _ in range(3):
+        found = step(data.clone())
+    assert step._captured.prepared.halves
+    for name in ("energy", "forces", "stress"):
+        assert torch.equal(found[name], unit[name] * 2.0**power)
+
+
+@needs_fused
+@pytest.mark.parametrize("layer", ["first", "last"])
+def test_numbers_beyond_halves_are_the_models(uncaptured, layer):
+    ours, step = half()
+    data = systems(1, torch.float32)
+    with torch.no_grad():
+        block = ours.backbone.blocks[0 if layer == "first" else -1]
+        block.edge_wise.so2_conv_1.fc_m0.weight.mul_(1e6)
+    calls = [stepped(step, data, 1e-4) for _ in range(3)]
+    assert step._captured.prepared.halves
+    # Of the capture, and the model itself.
+    assert calls == [1, 2, 2]
+
+
+@needs_fused
+def test_halves_are_for_float32_where_tf32_may_round(uncaptured):
+    for dtype in TOLERANCE:
+        uma.register(turbo=True)
+        ours = Forces(*model("umas_fast_gpu", dtype=dtype, regress_stress=True))
+        step, data = uma.ForceStep(ours), systems(1, dtype)
+        for _ in range(2):
+            stepped(step, data, TOLERANCE[dtype])
+        assert not step._captured.prepared.halves
 
 
 def test_a_force_step_of_given_edges(uncaptured):
@@ -911,6 +981,25 @@ def test_a_predictor_has_force_steps(monkeypatch):
     finally:
         uma.unregister()
     assert (predict.MLIPPredictUnit._lazy_init, predict.MLIPPredictUnit._load_nitro_model) == own
+
+
+@pytest.mark.gpu
+@needs_fused
+def test_halves_by_a_graph():
+    try:
+        ours, step = half()
+        ours.cuda()
+        data = systems(2, torch.float32, "cuda")
+        for at in range(6):
+            if at > 1:
+                moved(data, MOVES[at % 4])
+            calls, want = ours.calls, ours(data.clone())
+            found = step(data.clone())
+            assert_close(found.values(), want.values(), 0.02)
+            assert ours.calls - calls == {0: 2, 1: 4}.get(at, 1)
+        assert step._captured.prepared.halves
+    finally:
+        uma.unregister()
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -17,14 +18,15 @@ from typing import Any, NamedTuple
 import fusedops._frame.needs_torch  # noqa: F401
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fusedops._frame.arrays import allows_tf32
 from fusedops._frame.bridge.modes import transforms
 from fusedops._frame.check import positive, refuse, traced, warn
 from fusedops.compat._edges import targets_of
 from fusedops.compat._graphs import captured
-from fusedops.compat._uma import divides_atoms
+from fusedops.compat._halves import Prepared, prepared
+from fusedops.compat._uma import divides_atoms, has_halves
 
 #: The names in fairchem's data of what depends on edges.
 EDGES = frozenset(("edge_index", "cell_offsets", "nedges", "scatter_target"))
@@ -75,6 +77,10 @@ class ForceStep(torch.nn.Module):
     layers, or the backbone's attributes, the step is captured anew. A capture that fails, as where
     a model waits for the GPU, leaves the steps to the model, with a warning. Forward hooks of the
     model's layers run in no replay.
+
+    Where the products of SO(2) convolutions may be TF32's, messages of float32 models in fast modes
+    (lmax = 2, fairchem 2.23 or newer) are arrays of float16: TF32 and float16 keep 11 binary digits
+    of a number. Cotangents are scaled. A step with numbers beyond float16's range is the model's.
 
     Examples
     --------
@@ -296,6 +302,8 @@ class _Captured:
         # One atom after the other, since a sum over an atom's edges is one program's.
         self.blank = torch.arange(self.space + 1, device=pos.device) % len(pos)
         self._keep(data, pairs, offsets)
+        halves = pos.dtype == torch.float32 and has_halves(self.backbone)
+        self.prepared = Prepared(halves)
         self.outputs: Any = None
         self.report: Any = None
         graph, _ = captured(self._evaluate, pos.device, shares=False, before=2)
@@ -352,18 +360,18 @@ class _Captured:
     def finish(self, data: Any, outputs: Any) -> _Found | None:
         """Return the results of a step that has begun, or None if there was no room for it."""
         given = not self.backbone.otf_graph
-        edges, most, nearer, other, close = self.report.tolist()
+        edges, most, nearer, other, close, *sums = self.report.tolist()
         # A distance may be NaN.
         if not given and (other or not nearer <= self.skin):
             with torch.no_grad():
                 if not self._keep(data, *self._pairs(data)):
                     return None
                 outputs = self._launched()
-            edges, most, _, _, close = self.report.tolist()
+            edges, most, _, _, close, *sums = self.report.tolist()
         if edges > self.space:
             return None
         serves = given or (most <= self.backbone.max_neighbors and not close)
-        return _Found(outputs, serves)
+        return _Found(outputs, serves and all(map(math.isfinite, sums)))
 
     def _launched(self) -> Any:
         """Launch a replay, and return copies of its results."""
@@ -380,7 +388,13 @@ class _Captured:
             if self.backbone.use_dataset_embedding:
                 looked_up = _replaced(self.backbone.dataset_embedding, forward=self._embedded)
                 stack.enter_context(looked_up)
+            stack.callback(prepared.reset, prepared.set(self.prepared))
             self.outputs = tree_map_only(torch.Tensor, torch.detach, self.model(data))
+        if self.prepared.halves:
+            # Of a number beyond float16's range the sums tell, and the model serves the step.
+            found = [x for x in tree_leaves(self.outputs) if isinstance(x, torch.Tensor)]
+            sums = [x.sum().double() for x in found if x.is_floating_point()]
+            self.report = torch.cat([self.report, torch.stack(sums)])
 
     def _nearer(self, pos: Any, cell: Any, batch: Any) -> Any:
         """Return an upper bound of how much nearer two atoms within the cutoff may have come, Å.

@@ -11,12 +11,14 @@ import fusedops._frame.needs_torch  # noqa: F401
 import torch
 
 from fusedops._frame import registry
+from fusedops._frame.arrays import allows_tf32
 from fusedops._frame.bridge.modes import has_tangent
 from fusedops._frame.check import traced
 from fusedops._frame.torch_private import private
 from fusedops._layers import has_hooks
 from fusedops._networks import degree_norm, layer_silu, row_linear
 from fusedops._products import linear_products
+from fusedops.compat._halves import Radial, messages, prepared
 from fusedops.nn import SO2Convolution
 from fusedops.so2 import Layout, gate_activation
 from fusedops.so2.op import WEIGHTS
@@ -113,16 +115,22 @@ class _Radials(torch.nn.Module):
     def forward(self, x: Any) -> Any:
         """Return the radial functions of every layer."""
         own: Any = self
+        kept, last = prepared.get(), (own.fc3_weight, own.fc3_bias)
         with linear_products(x):
             h = torch.nn.functional.linear(x, own.W1_cat, own.b1_cat)
-            return [self._of_layer(part, i) for i, part in enumerate(h.chunk(self.num_layers, 1))]
+            parts = enumerate(h.chunk(self.num_layers, 1))
+            hidden = [self._hidden(part, i) for i, part in parts]
+            if kept is None or not kept.halves:
+                layers = zip(hidden, *last, strict=True)
+                return [torch.nn.functional.linear(*layer) for layer in layers]
+            return list(map(Radial, hidden, *map(kept.half, last)))
 
-    def _of_layer(self, h: Any, i: int) -> Any:
+    def _hidden(self, h: Any, i: int) -> Any:
+        """Return the input of a layer's last product."""
         own: Any = self
         h = _layer_silu(h, own.ln1_weight[i], own.ln1_bias[i], self.ln_eps)
         h = torch.nn.functional.linear(h, own.fc2_weight[i], own.fc2_bias[i])
-        h = _layer_silu(h, own.ln2_weight[i], own.ln2_bias[i], self.ln_eps)
-        return torch.nn.functional.linear(h, own.fc3_weight[i], own.fc3_bias[i])
+        return _layer_silu(h, own.ln2_weight[i], own.ln2_bias[i], self.ln_eps)
 
 
 class _OwnAdjoint(torch.autograd.Function):
@@ -290,8 +298,12 @@ class _Block(torch.nn.Module):
         **more: Any,
     ) -> Any:
         """Return the features of nodes after messages and the nodes' own network."""
-        edges = x_edge, edge_index, wigner, wigner_inv_envelope, total_atoms_across_gp_ranks
-        x = x + self.edge_wise(self.norm_1(x, sys_node_embedding), *edges, **more)
+        normed = self.norm_1(x, sys_node_embedding)
+        edges = x_edge, edge_index, wigner, wigner_inv_envelope
+        if isinstance(x_edge, Radial):
+            x = x + messages(self.edge_wise, normed, *edges, more["scatter_target"])
+        else:
+            x = x + self.edge_wise(normed, *edges, total_atoms_across_gp_ranks, **more)
         return x + self.atom_wise(self.norm_2(x))
 
 
@@ -310,9 +322,14 @@ class _Linear(torch.nn.Module):
 
     def with_gates(self, x: Any, layer: Any = None) -> Any:
         """Return the features of the next layer, and the gates by a layer of the first row."""
-        weight, index = self.weight, self.expand_index
+        weight, index, kept = self.weight, self.expand_index, prepared.get()
+
+        def by_row(weight: Any) -> Any:
+            return weight.index_select(0, index)
+
+        rows = by_row(weight) if kept is None else kept.of(weight, "rows", by_row)
         gated = (None, None) if layer is None else (layer.weight, layer.bias)
-        return row_linear(x, weight.index_select(0, index), self.bias, *gated)
+        return row_linear(x, rows, self.bias, *gated)
 
     def forward(self, input_embedding: Any) -> Any:
         """Return the features of the next layer."""
@@ -373,6 +390,23 @@ LAYERS: dict[str, Any] = {
     "SpectralAtomwise": _Atomwise,
     "eSCNMD_Block": _block,
 }
+
+
+def has_halves(backbone: Any) -> bool:
+    """Return whether messages of a prepared model, whose products may be TF32's, may be halves."""
+    blocks = getattr(backbone, "blocks", ())
+    if not all([isinstance(block, _Block) for block in blocks]):
+        return False
+    layers = [block.edge_wise for block in blocks]
+    parts = [part for of in layers for part in (of.so2_conv_1, of.so2_conv_2)]
+    return (
+        isinstance(getattr(backbone, "_unified_radial_mlp", None), _Radials)
+        and getattr(backbone.backend, "supports_fused_edgewise", False)
+        and all([isinstance(layer.act, Gates) for layer in layers])
+        and all([isinstance(part, Convolution) for part in parts])
+        and {part.precision or (allows_tf32() and "tf32") for part in parts} == {"tf32"}
+        and not torch.is_autocast_enabled("cuda")
+    )
 
 
 def replace_layers(model: Any, precision: str | None) -> None:

@@ -523,7 +523,7 @@ def register(
         lmax = mmax = 2, fairchem has kernels for that mode.
     precision : {None, "float32", "ieee", "tf32", "bf16"}
         Of the products in SO(2) convolutions of models that are prepared for inference; see
-        `fusedops.so2_convolution`.
+        `fusedops.so2_convolution`. With ``"tf32"``, messages of `ForceStep` are of float16, too.
     graphs : bool
         Whether fairchem's predictors of UMA, and so its calculator, have their force steps on a GPU
         by `ForceStep`, in the place of Nitro and torch.compile.

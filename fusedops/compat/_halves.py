@@ -1,0 +1,134 @@
+"""Messages of UMA's edges in float16, which have TF32's digits and half of the bytes.
+
+Arrays of edges take most of a force step's time. TF32 rounds the factors of products to 11 binary
+digits, as float16 rounds all numbers. Cotangents may be of any size: in each block of layers they
+are multiplied by a power of two, and the gradients are divided by it (Micikevicius et al., arXiv
+1710.03740). A number beyond float16's range makes the results infinite or NaN, for the caller to
+see. Gradients are of the first order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import fusedops._frame.needs_torch  # noqa: F401
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from fusedops.so2 import so2_convolution
+
+#: The binary exponent of a block's largest cotangent: sums of some thousand such numbers, and
+#: numbers that are smaller by 2¹⁸, are in float16's range.
+_EXPONENT = 4
+
+
+class Prepared:
+    """What follows from frozen weights alone, made once for all steps of a model.
+
+    With `halves`, messages are of float16.
+    """
+
+    def __init__(self, halves: bool = False) -> None:
+        self.halves = halves
+        # With the weights, lest others get their names.
+        self._made: dict[tuple[int, str], tuple[Any, Any]] = {}
+
+    def of(self, weight: Any, what: str, make: Callable[[Any], Any]) -> Any:
+        """Return a function of a weight, and what it is called."""
+        name = id(weight), what
+        if name not in self._made:
+            self._made[name] = weight, make(weight.detach())
+        return self._made[name][1]
+
+    def half(self, weight: Any) -> Any:
+        """Return a weight in float16, or None for none."""
+        return weight if weight is None else self.of(weight, "half", torch.Tensor.half)
+
+
+#: For the forward passes of a context.
+prepared: ContextVar[Prepared | None] = ContextVar("fusedops_prepared", default=None)
+
+
+class Radial(NamedTuple):
+    """The input of a radial function's last layer, and the layer's parameters in float16."""
+
+    hidden: Any
+    weight: Any
+    bias: Any
+
+
+class _Scale:
+    """The reciprocal of the factor of a block's cotangents, once the last of them is known."""
+
+    reciprocal: Any = None
+
+
+class _Into(torch.autograd.Function):
+    """Round to float16."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, scale: _Scale) -> Any:
+        """Return features in float16."""
+        ctx.scale = scale
+        return x.half()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Any) -> Any:
+        """Return the cotangent in float32."""
+        return dx * ctx.scale.reciprocal, None
+
+
+class _OutOf(torch.autograd.Function):
+    """Return to float32."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Any, scale: _Scale) -> Any:
+        """Return features in float32."""
+        ctx.scale = scale
+        return y.float()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Any) -> Any:
+        """Return the cotangent, scaled, in float16."""
+        most = torch.linalg.vector_norm(dy, torch.inf).reshape(1)
+        exponent, one = torch.frexp(most).exponent, torch.ones_like(most)
+        ctx.scale.reciprocal = torch.ldexp(one, exponent - _EXPONENT)
+        factor = torch.ldexp(one, _EXPONENT - exponent)
+        return torch.mul(dy, factor, out=torch.empty_like(dy, dtype=torch.float16)), None
+
+
+def _convolved(layer: Any, message: Any, radial: Any, kept: Prepared) -> Any:
+    """Return a convolution of messages, and the gates if the layer has any."""
+    weights = layer.fc_m0.weight, *[part["fc"].weight for part in layer.so2_m_conv]
+    return so2_convolution(
+        message,
+        *map(kept.half, weights),
+        bias=kept.half(layer.fc_m0.bias),
+        radial=radial,
+        gate_channels=layer.extra_m0_output_channels or 0,
+    )
+
+
+def messages(
+    layer: Any, x: Any, radial: Radial, edge_index: Any, wigner: Any, wigner_inv: Any, target: Any
+) -> Any:
+    """Return the sums of messages over the edges of each node, by fairchem's ``Edgewise``."""
+    kept, scale, backend = prepared.get(), _Scale(), layer.backend
+    assert kept is not None
+
+    def into(x: Any) -> Any:
+        return _Into.apply(x, scale)
+
+    functions = torch.nn.functional.linear(into(radial.hidden), radial.weight, radial.bias)
+    found, rest, _ = backend.fused_node_to_edge_conv1_pack(
+        into(x), edge_index, into(wigner), functions, x.shape[2]
+    )
+    found, gates = _convolved(layer.so2_conv_1, found, rest, kept)
+    found = _convolved(layer.so2_conv_2, layer.act(gates, found), None, kept)
+    found = backend.permute_wigner_inv_edge_to_node(found, into(wigner_inv), target, x.shape[0])
+    return _OutOf.apply(found, scale)
