@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import fusedops
-from bench.peers import peer
+from bench.peers import Unsuited, peer
 from bench.steps import Case, Served, Step, backward_of
 from bench.timing import GRAPHS, TORCH
 from fusedops import samples
@@ -33,6 +33,9 @@ SPACING = 5.64
 
 MANY = {"cpu": 10_000, "cuda": 200_000}
 """Edges beyond which parts are not timed, as their graphs leave too little memory."""
+
+#: Atoms of a simulation beyond which the general mode is not timed.
+MOST = 5_000
 
 #: The sizes of UMA-S.
 SIZES: dict[str, Any] = {
@@ -443,6 +446,8 @@ def _simulated(
     """Return the step of fairchem's model in a mode, eager or compiled as by its presets."""
     import torch
 
+    if mode == "general" and len(problem.xyz) > MOST:
+        raise Unsuited("the general mode has no memory for so many atoms beside the others")
     model, data = _their_model(mode, device, dtype), _described(problem, device, dtype)
     return _forces(torch.compile(model, dynamic=True) if compiles else model, data)
 

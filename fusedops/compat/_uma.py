@@ -177,7 +177,7 @@ def _of_rows(function: Any, x: Any, constant: Any, *factors: Any) -> Any:
 def _centred(x: Any, _: None, factors: Any) -> Any:
     """Return rows (N, K, C) times a factor each, and the first row less its mean."""
     y = x * factors
-    y[:, 0] -= y[:, 0].mean(-1, keepdim=True)
+    y[:, 0].sub_(y[:, 0].mean(-1, keepdim=True))
     return y
 
 
@@ -186,15 +186,16 @@ def _balanced(span: slice, x: Any, target: Any, natoms: Any, batch: Any) -> Any:
 
     All numbers of a system change alike, those of the first row in a span of channels.
     """
-    scalars, single = x[:, 0, span], len(natoms) == 1
-    if single:
-        sums = scalars.sum(0, keepdim=True)
+    y = x.clone()
+    scalars = y[:, 0, span]
+    target = None if target is None else target[:, None] / natoms[:, None]
+    if len(natoms) == 1:
+        means, of = scalars.mean(0, keepdim=True), None
     else:
         none = scalars.new_zeros(len(natoms), scalars.shape[1])
-        sums = none.index_add(0, batch, scalars)
-    excess = (sums if target is None else sums - target[:, None]) / natoms[:, None]
-    y = x.clone()
-    y[:, 0, span] -= excess if single else excess.index_select(0, batch)
+        means, of = none.index_add(0, batch, scalars) / natoms[:, None], batch
+    excess = means if target is None else means - target
+    scalars.sub_(excess if of is None else excess.index_select(0, of))
     return y
 
 
