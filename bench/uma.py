@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 import fusedops
+from bench import memory
 from bench.peers import Unsuited, peer
 from bench.steps import Case, Served, Step, backward_of
 from bench.timing import GRAPHS, TORCH
@@ -328,14 +329,26 @@ def _by_graphs(model: _Model) -> Served:
             return {"energy": energy, "dpos": dpos, "dstrain": (virial + virial.T) / 2}
 
     step = ForceStep(Forces().eval())
-    return _captured({BOTH: lambda: tuple([x.detach() for x in step(model.data).values()])})
+    return Served(_captured({BOTH: lambda: tuple([x.detach() for x in step(model.data).values()])}))
 
 
-def _captured(steps: Steps) -> Served:
-    """Return steps that have a graph already, whose errors are those of later steps."""
-    for _ in range(2):
+def _captured(steps: Steps) -> Steps:
+    """Return a step that has a graph already: its errors and memory are those of later steps."""
+    before = _reserved()
+    for _ in range(3):
         steps[BOTH]()
-    return Served(steps)
+    return {BOTH: memory.holding(steps[BOTH], _reserved() - before)}
+
+
+def _reserved() -> int:
+    """Return the bytes of the GPU that torch's allocator holds, for graphs too."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
 
 
 def _theirs(mode: str) -> Callable[..., Steps]:
@@ -475,7 +488,7 @@ def _ours_simulated(
     finally:
         compat.unregister()
     steps = _forces(compat.ForceStep(model), _described(problem, device, dtype))
-    return _captured(steps if precision is None else _with_tf32(steps))
+    return Served(_captured(steps if precision is None else _with_tf32(steps)))
 
 
 def _with_tf32(steps: Steps) -> Steps:
@@ -518,7 +531,8 @@ def nitro(problem: Atoms, device: str) -> Steps:
     kernels, model = _nitro(device)
     kernels._USE_GRAPH = True
     kernels.set_force_precision(True)
-    return _forces(partial(kernels._nitro_forward, model), _described(problem, device, "float32"))
+    data = _described(problem, device, "float32")
+    return _captured(_forces(partial(kernels._nitro_forward, model), data))
 
 
 @functools.cache
