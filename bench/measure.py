@@ -166,10 +166,10 @@ class Bench:
                     cases = [*cases, *self.rows(OfOp(w))]
                     yield block(op.__name__, cases)
             wrong = {row["who"] for row in cases if row["refused"] and row["ours"]}
-            growth = [
-                row for w, sizes in growing if w.op is op for row in self.growth(w, sizes, wrong)
-            ]
-            if growth:
+            own = [(w, sizes) for w, sizes in growing if w.op is op]
+            growth = [row for each in own for row in self.growth(*each, wrong)]
+            # Without a row there is the reason why times weren't measured.
+            if own:
                 yield block(op.__name__, cases, growth)
         for step in self.plan.whole_steps():
             rows: list[dict[str, Any]] = []

@@ -339,6 +339,16 @@ def test_the_hosts_time_beside_an_empty_function(monkeypatch, capsys):
     assert seen == {(*who, what) for who in whos for what in (FORWARD, BOTH)}
 
 
+@pytest.mark.usefixtures("quick_bench", "small_sizes")
+def test_growth_that_ends_early_has_its_reason(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Bench, "_at", raising)
+    (block,) = benches.run(tmp_path / "cpu.json", "--op", "planarity").values()
+    assert block["growth"] == []
+    reasons = {n: why for n, why in block["skipped"].items() if n.startswith("growth of")}
+    assert set(reasons.values()) == {"ZeroDivisionError: no"}
+    assert capsys.readouterr().out.count("growth of planarity_nll beyond") == 1
+
+
 @pytest.mark.usefixtures("quick_bench")
 def test_a_run_of_one_op_leaves_the_others_in_the_file(tmp_path, capsys):
     path = tmp_path / "cpu.json"
