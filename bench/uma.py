@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -346,6 +347,8 @@ def _reserved() -> int:
 
     if not torch.cuda.is_available():
         return 0
+    # Earlier models may lie in reference cycles, whose memory comes free at any time.
+    gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import re
 import sys
+import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 
 import benches
 import fusedops
-from bench import history, measure, memory, plot, report, steps, tables, terminal, whole
+from bench import history, measure, memory, plot, report, steps, tables, terminal, uma, whole
 from bench import timing as timings
 from bench.contests import errors_of_step
 from bench.floors import Rates
@@ -219,6 +221,28 @@ def test_systems_other_than_linux_tell_no_peak(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "_CLEAR", tmp_path / "clear_refs")
     monkeypatch.setattr(memory.ctypes, "CDLL", cdll)
     assert memory.peak_MB(lambda: None, "cpu") is None
+
+
+@needs_torch
+def test_memory_that_others_give_back_meanwhile_is_not_a_steps(monkeypatch):
+    import torch
+
+    class Model:
+        def __init__(self):
+            self.own = self
+
+    def step():
+        own.append(3)
+        gc.collect()
+
+    own, others = [], Model()
+    left = weakref.ref(others)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: sum(own[:1]) + 5 * bool(left()))
+    del others
+    assert uma._captured({BOTH: step})[BOTH].held == 3
 
 
 def test_the_floor_is_the_longest_of_what_must_be_done():
