@@ -48,7 +48,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--json",
         type=Path,
         metavar="FILE",
-        help="write the results; in an existing file they replace results of the same ops",
+        help="write the results after each case; in an existing file an op's first case replaces "
+        "all of its older results",
     )
     parser.add_argument(
         "--distributed",
