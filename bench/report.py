@@ -35,8 +35,9 @@ ERROR, WORK = ("value", "gradient"), ("bytes", "flops", "exps", "floor_ms")
 
 #: The digits of numbers in files, or more if three would be others. All others have five, so that
 #: no two times become one.
-DIGITS = {"error": 2} | dict.fromkeys(("quartiles_ms", "host_ms", "over_empty", "share"), 3)
-DIGITS |= dict.fromkeys(("peak_MB", "alone_ms", "work"), 4)
+DIGITS = {"error": 2} | dict.fromkeys(("quartiles_ms", "host_ms", "over_empty"), 3)
+# Of three digits of a share, 0.235 for 0.2346, pages would make another percentage.
+DIGITS |= dict.fromkeys(("peak_MB", "alone_ms", "share", "work"), 4)
 
 #: Times of equal runs differ by this factor: other processes and memory layout change them.
 ALWAYS = 1.05

@@ -783,6 +783,18 @@ def test_a_file_that_is_read_and_written_is_the_same(tmp_path, name):
     assert again.read_bytes() == tracked.read_bytes()
 
 
+def test_a_file_keeps_the_percentages_of_shares(tmp_path):
+    given, path = report.read(benches.ROOT / "bench/results/h200.json"), tmp_path / "file.json"
+    shares = [0.23455, 0.054962, 0.39488, 0.0035, 0.995]
+    given["ops"] = {"pair": given["ops"]["pair"]}
+    given["ops"]["pair"]["cases"] = rows = report.cases(given)[: len(shares)]
+    for row, share in zip(rows, shares, strict=True):
+        row["share"] = share
+    report.save(path, given)
+    found = [row["share"] for row in report.cases(report.read(path))]
+    assert [f"{share:.0%}" for share in found] == [f"{share:.0%}" for share in shares]
+
+
 def test_a_file_of_the_version_before_is_read():
     tracked = benches.ROOT / "bench/results/cpu.json"
     old = json.loads(tracked.read_text()) | {"schema": report.SCHEMA - 1}
