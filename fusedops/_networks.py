@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from fusedops._frame.arrays import cast, namespace, sigmoid, widened, zeros
+from fusedops._frame.check import promoted
 from fusedops._frame.primitive import Primitive
 
 
@@ -140,15 +141,15 @@ degree_norm = Primitive(
 
 def _linear_formula(a: Any) -> tuple[Any, Any]:
     """Define the products of every row with its matrix, and of the first row with the gates'."""
-    w = widened(a)
+    w, dtype = widened(a), promoted((a.x, a.weight))
     rows = w.x.swapaxes(0, 1) @ w.weight.swapaxes(1, 2)
     if w.bias is not None:
         rows = namespace(rows).concatenate([rows[:1] + w.bias, rows[1:]], axis=0)
     gates = None
     if w.gate_weight is not None:
         gates = w.x[:, 0] @ w.gate_weight.T
-        gates = cast(gates if w.gate_bias is None else gates + w.gate_bias, a.x)
-    return cast(rows.swapaxes(0, 1), a.x), gates
+        gates = cast(gates if w.gate_bias is None else gates + w.gate_bias, dtype)
+    return cast(rows.swapaxes(0, 1), dtype), gates
 
 
 def _linear_vjp_formula(a: Any) -> tuple[Any]:
@@ -163,14 +164,15 @@ def _linear_vjp_formula(a: Any) -> tuple[Any]:
             dx = zeros(first, (len(first), len(w.weight), first.shape[1]))
         first = (dx[:, 0] + first)[:, None]
         dx = namespace(dx).concatenate([first, dx[:, 1:]], axis=1)
-    return (cast(dx, a.weight),)
+    given = [array for array in (a.weight, a.dout, a.dgates) if array is not None]
+    return (cast(dx, promoted(given)),)
 
 
 def _linear_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
     if any([want is not None for want in wanted[1:]]):
         return NotImplemented
     found = row_linear_vjp(a.weight, a.gate_weight, dy.out, dy.gates)
-    return found.dx, None, None, None, None
+    return cast(found.dx, a.x), None, None, None, None
 
 
 _GATED = {"weight": "(M, H, C)", "gate_weight": "(G, C), optional"}

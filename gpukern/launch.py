@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import triton
 from triton.runtime import driver
 
+from fusedops._frame.check import promoted
 from gpukern import tape
 
 #: Versions of Triton whose Gluon compiles our kernels. Gluon is experimental: another version may
@@ -75,6 +76,26 @@ def is_small(device: Any) -> bool:
         return False
     found = driver.active.utils.get_device_properties(device.index)
     return bool(found["max_shared_mem"] < _SHARED)
+
+
+def in_one_dtype(kernel: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Have a kernel compute in the dtype to which the arrays promote."""
+
+    def run(a: Any, y: Any) -> None:
+        arrays = [value for value in a if isinstance(value, torch.Tensor)]
+        dtype = promoted(arrays)
+        outputs = [out for out in y if out is not None]
+        if all([array.dtype == dtype for array in (*arrays, *outputs)]):
+            kernel(a, y)
+            return
+        made = [out if out is None else torch.empty_like(out, dtype=dtype) for out in y]
+        cast = [value.to(dtype) if isinstance(value, torch.Tensor) else value for value in a]
+        kernel(a._make(cast), y._make(made))
+        for out, value in zip(y, made, strict=True):
+            if out is not None:
+                out.copy_(value)
+
+    return run
 
 
 class Launcher:

@@ -841,7 +841,7 @@ class Factor:
         if self._halves is None and not self._summed:
             matrix, before, functions = self._given
             if functions is not None:
-                matrix = self.matrix
+                matrix, before = self.matrix, None
             self._halves = split(matrix[None], 2, before=before)
         elif self._halves is None:
             rows, columns = self.shape
@@ -851,9 +851,13 @@ class Factor:
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """The matrices whose columns lie one after the other, joined if that serves a sum, too."""
-        matrix, before, _ = self._given
-        return (self.matrix,) if before is None or self._summed else (before, matrix)
+        """The matrices whose columns lie one after the other, joined if that serves a sum, too.
+
+        In 16 bits the sum of their products would be rounded in between.
+        """
+        matrix, before, functions = self._given
+        joined = before is None or functions is not None or self._summed or self.dtype.itemsize < 4
+        return (self.matrix,) if joined else (before, matrix)
 
     @property
     def ready(self) -> bool:
@@ -886,7 +890,7 @@ def multiply(out: Any, a: Factor, b: Any, precision: str, shift: Any = None) -> 
         tf32, begin = precision == "tf32", 0
         # Torch would write the bias into rows with gaps itself, number by number.
         if shift is not None and out.numel() and not out.is_contiguous():
-            repeat(shift.to(out.dtype), out)
+            repeat(shift, out)
             shift = out
         for part in a.parts:
             end = begin + part.shape[1]

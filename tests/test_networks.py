@@ -52,6 +52,8 @@ def cases():
 
 
 CASES = cases()
+#: Optional arrays that the first case of a primitive lacks.
+EMPTY = {layer_silu: 0, degree_norm: 1, row_linear: 0}
 
 
 @needs_torch
@@ -134,3 +136,20 @@ def test_rows_are_read_where_they_lie(primitive):
         columns = primitive(*[a.mT.contiguous().mT if a.ndim > 1 else a for a in arrays], *static)
     assert error(found, expected) < 1e-13
     assert error(columns.dx, expected) < 1e-13
+
+
+@needs_torch
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("primitive", [layer_silu, degree_norm, row_linear], ids=lambda p: p.name)
+def test_features_of_fewer_bits_than_weights(primitive, backend):
+    import torch
+
+    (x, *weights), static = given(next(case for case in CASES if case.primitive is primitive))
+    expected = primitive(x.bfloat16().double(), *weights, *[None] * EMPTY[primitive], *static).out
+    x = x.bfloat16().requires_grad_()
+    weights = [weight.float() for weight in weights]
+    with use_backend(backend):
+        found = primitive(x, *weights, *[None] * EMPTY[primitive], *static).out
+        found.double().square().sum().backward()
+    assert error(found.detach().double(), expected) < 0.01
+    assert x.grad.dtype == torch.bfloat16

@@ -16,7 +16,14 @@ import triton.language as tl
 from fusedops._frame.check import promoted
 from fusedops._frame.registry import register
 from gpukern.activations import silu, silu_slope
-from gpukern.launch import Launcher, begin_vectors, kernel_of_any_size, power, wide
+from gpukern.launch import (
+    Launcher,
+    begin_vectors,
+    in_one_dtype,
+    kernel_of_any_size,
+    power,
+    wide,
+)
 
 # Numbers of a program, and its warps.
 _NUMBERS, _WARPS = 2048, 4
@@ -161,6 +168,7 @@ def degree_norm_vjp(a: Any, y: Any) -> None:
 
 
 @register("row_linear", "triton")
+@in_one_dtype
 def row_linear(a: Any, y: Any) -> None:
     if y.out is not None:
         torch.bmm(a.x.transpose(0, 1), a.weight.mT, out=y.out.transpose(0, 1))
@@ -173,6 +181,7 @@ def row_linear(a: Any, y: Any) -> None:
 
 
 @register("row_linear_vjp", "triton")
+@in_one_dtype
 def row_linear_vjp(a: Any, y: Any) -> None:
     if a.dout is None:
         y.dx.zero_()

@@ -13,7 +13,6 @@ Bytes beside the products', once each: M and R numbers of an edge and channel in
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ import triton.language as tl
 from fusedops._frame.check import promoted
 from fusedops._frame.registry import register
 from fusedops.so2.op import columns, orders, rows_by_degree, weights_of
-from gpukern.launch import Launcher, kernel_of_any_size, power, wide
+from gpukern.launch import Launcher, in_one_dtype, kernel_of_any_size, power, wide
 from gpukern.products import (
     BLOCK,
     Factor,
@@ -268,26 +267,6 @@ def _launch(
         launch(edges * blocks, key, *arrays, *integers, *constants)
 
 
-def _in_one_dtype(kernel: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Have a kernel compute in the dtype to which the arrays promote."""
-
-    def run(a: Any, y: Any) -> None:
-        arrays = [value for value in a if isinstance(value, torch.Tensor)]
-        dtype = promoted(arrays)
-        outputs = [out for out in y if out is not None]
-        if all([array.dtype == dtype for array in (*arrays, *outputs)]):
-            kernel(a, y)
-            return
-        made = [out if out is None else torch.empty_like(out, dtype=dtype) for out in y]
-        cast = [value.to(dtype) if isinstance(value, torch.Tensor) else value for value in a]
-        kernel(a._make(cast), y._make(made))
-        for out, value in zip(y, made, strict=True):
-            if out is not None:
-                out.copy_(value)
-
-    return run
-
-
 class _Call:
     """A call's arguments as rows of edges, and where orders lie in them."""
 
@@ -375,7 +354,7 @@ def unscale_messages(
 
 
 @register("so2_convolution", "triton")
-@_in_one_dtype
+@in_one_dtype
 def so2_convolution(a: Any, y: Any) -> None:
     call, G, bias, precision = _Call(a), a.gate_channels, a.bias, a.precision
     first, *others = call.parts(summed=False)
@@ -392,7 +371,7 @@ def so2_convolution(a: Any, y: Any) -> None:
 
 
 @register("so2_convolution_vjp", "triton")
-@_in_one_dtype
+@in_one_dtype
 def so2_convolution_vjp(a: Any, y: Any) -> None:
     call, precision = _Call(a), a.precision
     dweights = y[1 : 1 + len(call.weights)]
