@@ -575,6 +575,20 @@ def test_messages_of_a_force_step_in_halves(uncaptured, count):
 
 
 @needs_fused
+def test_halves_of_weights_that_change_behind_torchs_back(uncaptured):
+    ours, step = half()
+    data = systems(1, torch.float32)
+    for _ in range(2):
+        step(data.clone())
+    graph = step._captured
+    for p in (*ours.parameters(), *ours.backbone._unified_radial_mlp.buffers()):
+        p.data.mul_(1.1)
+    assert_close(step(data.clone()).values(), ours(data.clone()).values(), 0.02)
+    assert step._captured is graph
+    assert graph.prepared.halves
+
+
+@needs_fused
 @pytest.mark.parametrize("power", [-80, -20, 60])
 def test_forces_of_any_size_in_halves(uncaptured, power):
     ours, step = half()
@@ -741,8 +755,11 @@ def test_a_force_step_sees_other_models(uncaptured, what):
     assert step._captured is None
 
 
-def test_a_force_step_sees_new_weights(uncaptured):
-    ours = Forces(*model("umas_fast_pytorch", regress_stress=True))
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_force_step_sees_new_weights(uncaptured, monkeypatch, kernels):
+    if kernels:
+        monkeypatch.setattr(_uma, "_by_kernels", lambda x: True)
+    ours = Forces(*model("umas_fast_pytorch", regress_stress=True, ff_type="spectral"))
     step, data = uma.ForceStep(ours), systems(1)
     for _ in range(2):
         stepped(step, data, 1e-10)

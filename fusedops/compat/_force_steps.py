@@ -388,6 +388,7 @@ class _Captured:
             if self.backbone.use_dataset_embedding:
                 looked_up = _replaced(self.backbone.dataset_embedding, forward=self._embedded)
                 stack.enter_context(looked_up)
+            self.prepared.renew()
             stack.callback(prepared.reset, prepared.set(self.prepared))
             self.outputs = tree_map_only(torch.Tensor, torch.detach, self.model(data))
         if self.prepared.halves:

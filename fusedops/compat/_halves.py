@@ -9,7 +9,6 @@ see. Gradients are of the first order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -26,26 +25,26 @@ _EXPONENT = 4
 
 
 class Prepared:
-    """What follows from frozen weights alone, made once for all steps of a model.
-
-    With `halves`, messages are of float16.
-    """
+    """How a force step evaluates a model: with `halves`, messages are of float16."""
 
     def __init__(self, halves: bool = False) -> None:
         self.halves = halves
         # With the weights, lest others get their names.
-        self._made: dict[tuple[int, str], tuple[Any, Any]] = {}
-
-    def of(self, weight: Any, what: str, make: Callable[[Any], Any]) -> Any:
-        """Return a function of a weight, and what it is called."""
-        name = id(weight), what
-        if name not in self._made:
-            self._made[name] = weight, make(weight.detach())
-        return self._made[name][1]
+        self._made: dict[int, tuple[Any, Any]] = {}
 
     def half(self, weight: Any) -> Any:
-        """Return a weight in float16, or None for none."""
-        return weight if weight is None else self.of(weight, "half", torch.Tensor.half)
+        """Return a frozen weight in float16, or None for none."""
+        if weight is None:
+            return None
+        if id(weight) not in self._made:
+            self._made[id(weight)] = weight, weight.detach().half()
+        return self._made[id(weight)][1]
+
+    def renew(self) -> None:
+        """Read the weights again: torch doesn't tell of every write to them."""
+        if self._made:
+            weights, halves = zip(*self._made.values(), strict=True)
+            torch._foreach_copy_(halves, weights)
 
 
 #: For the forward passes of a context.

@@ -323,12 +323,7 @@ class _Linear(torch.nn.Module):
 
     def with_gates(self, x: Any, layer: Any = None) -> Any:
         """Return the features of the next layer, and the gates by a layer of the first row."""
-        weight, index, kept = self.weight, self.expand_index, prepared.get()
-
-        def by_row(weight: Any) -> Any:
-            return weight.index_select(0, index)
-
-        rows = by_row(weight) if kept is None else kept.of(weight, "rows", by_row)
+        rows = self.weight.index_select(0, self.expand_index)
         gated = (None, None) if layer is None else (layer.weight, layer.bias)
         return row_linear(x, rows, self.bias, *gated)
 
