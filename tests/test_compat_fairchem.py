@@ -158,6 +158,14 @@ def test_normalizations_of_a_gpu(expected, registered, monkeypatch, mode):
     assert_close([second], [hessian(ours)], 1e-10)
 
 
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "general"])
+def test_radial_functions_compile_as_one_graph(registered, mode):
+    network = model(mode)[0]._unified_radial_mlp
+    x = torch.randn(7, network.W1_cat.shape[1], dtype=torch.float64)
+    compiled = torch.compile(network, backend="aot_eager", fullgraph=True)
+    assert_close(compiled(x), network(x), 1e-12)
+
+
 EXPERTS = {"num_experts": 3, "use_composition_embedding": True}
 
 

@@ -115,7 +115,9 @@ class _Radials(torch.nn.Module):
     def forward(self, x: Any) -> Any:
         """Return the radial functions of every layer."""
         own: Any = self
-        kept, last = prepared.get(), (own.fc3_weight, own.fc3_bias)
+        # Compilers break a graph at a look at the context.
+        kept = None if traced() else prepared.get()
+        last = own.fc3_weight, own.fc3_bias
         with linear_products(x):
             h = torch.nn.functional.linear(x, own.W1_cat, own.b1_cat)
             parts = enumerate(h.chunk(self.num_layers, 1))
