@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import pickle
 import sys
@@ -323,6 +324,32 @@ def test_layers_with_hooks_stay_fairchems(expected, registered):
     assert_close(found, expected[(2, 2), torch.float64], 1e-10)
 
 
+def test_hooks_of_prepared_layers_are_called(expected, registered, monkeypatch):
+    monkeypatch.setattr(_uma, "_by_kernels", lambda x: True)
+    found = []
+    for hooked in (False, True):
+        backbone, head = model("general", ff_type="spectral")
+        atomwise, called = backbone.blocks[0].atom_wise, []
+        net = backbone.edge_degree_embedding.rad_func.net
+        first = atomwise.so3_linear_1, atomwise.scalar_mlp, atomwise.scalar_mlp[0]
+        for layer in (net, *net, *first) if hooked else ():
+            layer.register_forward_hook(lambda layer, *_, to=called: to.append(layer))
+        found.append(evaluated((backbone, head), crystal(torch.float64)))
+        assert set(called) == (set((net, *net, *first)) if hooked else set())
+    assert_close(*found, 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["so2", "all"])
+def test_experts_that_are_not_merged(registered, monkeypatch, kind):
+    monkeypatch.setattr(_uma, "_by_kernels", lambda x: True)
+    settings = dataclasses.replace(SETTINGS, merge_mole=False)
+    backbone, head = model("general", prepared=False, ff_type="spectral", moe_type=kind, **EXPERTS)
+    expected = evaluated((backbone, head), crystal(torch.float64))
+    backbone = backbone.prepare_for_inference(crystal(torch.float64), settings)
+    assert isinstance(backbone.blocks[0].atom_wise, _uma._Atomwise)
+    assert_close(evaluated((backbone, head), crystal(torch.float64)), expected, 1e-10)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_frames_of_edges_are_not_random(registered, mode):
     """As fairchem's are, which turns energies by rounding from step to step."""
@@ -624,6 +651,25 @@ def test_numbers_beyond_halves_are_the_models(uncaptured, layer):
     assert step._captured.prepared.halves
     # Of the capture, and the model itself.
     assert calls == [1, 2, 2]
+
+
+@needs_fused
+@pytest.mark.parametrize("what", ["adapter", "hook"])
+def test_halves_are_for_layers_that_are_their_weights(uncaptured, what):
+    ours, step = half()
+    layer, data = ours.backbone.blocks[0].edge_wise, systems(1, torch.float32)
+    if what == "hook":
+        layer.register_forward_hook(lambda layer, given, out: 2 * out)
+    else:
+
+        class Adapted(torch.nn.Linear):
+            def forward(self, x):
+                return 2 * super().forward(x)
+
+        layer.so2_conv_2.fc_m0.__class__ = Adapted
+    for _ in range(2):
+        stepped(step, data, 1e-4)
+    assert not step._captured.prepared.halves
 
 
 @needs_fused

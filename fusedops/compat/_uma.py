@@ -15,7 +15,7 @@ from fusedops._frame.arrays import allows_tf32
 from fusedops._frame.bridge.modes import has_tangent
 from fusedops._frame.check import traced
 from fusedops._frame.torch_private import private
-from fusedops._layers import has_hooks
+from fusedops._layers import has_hooks, is_plain
 from fusedops._networks import degree_norm, layer_silu, row_linear
 from fusedops._products import linear_products
 from fusedops.compat._halves import Radial, messages, prepared
@@ -92,8 +92,11 @@ class _Radial(torch.nn.Module):
 
     def forward(self, inputs: Any) -> Any:
         """Return the radial functions."""
+        between = [layer for layer in self.net if not isinstance(layer, torch.nn.Linear)]
         x, layers = inputs, iter(self.net)
         with linear_products(inputs):
+            if has_hooks(self.net) or not all(map(is_plain, between)):
+                return self.net(inputs)
             for layer in layers:
                 if isinstance(layer, torch.nn.LayerNorm):
                     x = _layer_silu(x, layer.weight, layer.bias, layer.eps)
@@ -350,7 +353,14 @@ class _Atomwise(torch.nn.Module):
     def forward(self, x: Any) -> Any:
         """Return the features of the next layer."""
         first, layers = self.so3_linear_1, self.scalar_mlp
-        if isinstance(first, _Linear) and _by_kernels(x):
+        # A mixture of experts may have its weights in the gates' layer, too.
+        if (
+            isinstance(first, _Linear)
+            and _by_kernels(x)
+            and is_plain(layers[0])
+            and not has_hooks(layers)
+            and not has_hooks(first)
+        ):
             h, gates = first.with_gates(x, layers[0])
             return self.so3_linear_2(self.act(layers[1:](gates), h))
         return self.so3_linear_2(self.act(layers(x[:, 0]), first(x)))
@@ -397,11 +407,17 @@ def has_halves(backbone: Any) -> bool:
         return False
     layers = [block.edge_wise for block in blocks]
     parts = [part for of in layers for part in (of.so2_conv_1, of.so2_conv_2)]
+    if not all([isinstance(part, Convolution) for part in parts]):
+        return False
+    linear = [each for of in parts for each in (of.fc_m0, *[part["fc"] for part in of.so2_m_conv])]
+    # Their weights alone are read, and their hooks aren't called.
+    alone = [*layers, *parts, *[layer.act for layer in layers]]
     return (
         isinstance(getattr(backbone, "_unified_radial_mlp", None), _Radials)
         and getattr(backbone.backend, "supports_fused_edgewise", False)
         and all([isinstance(layer.act, Gates) for layer in layers])
-        and all([isinstance(part, Convolution) for part in parts])
+        and all(map(is_plain, linear))
+        and not any(map(has_hooks, alone))
         and {part.precision or (allows_tf32() and "tf32") for part in parts} == {"tf32"}
         and not torch.is_autocast_enabled("cuda")
     )
