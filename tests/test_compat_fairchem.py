@@ -238,6 +238,17 @@ def test_balanced_channels_are_fairchems(monkeypatch, mode, count):
     assert len(found) == 1
 
 
+@pytest.mark.parametrize("natoms", [[6], [1, 5]])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32], ids=str)
+def test_balanced_channels_have_the_dtype_of_rows(registered, natoms, dtype):
+    backbone = model("general", charge_balanced_channels=[0, 1], spin_balanced_channels=[2])[0]
+    x, natoms = torch.randn(6, 9, 16, dtype=torch.float64), torch.tensor(natoms)
+    charge = torch.tensor([2, -1][: len(natoms)], dtype=dtype)
+    given = x, charge, charge + 2, natoms, torch.arange(len(natoms)).repeat_interleave(natoms)
+    balance = backbone.balance_channels
+    assert_close([balance(*given)], [balance.theirs(*given)], 1e-14)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_networks_of_radial_functions_have_our_products(expected, registered, monkeypatch, mode):
     from fusedops import _products

@@ -193,7 +193,8 @@ def _balanced(span: slice, x: Any, target: Any, natoms: Any, batch: Any) -> Any:
     """
     y = x.clone()
     scalars = y[:, 0, span]
-    target = None if target is None else target[:, None] / natoms[:, None]
+    # Numbers of another dtype would be divided in float32.
+    target = None if target is None else target.to(x.dtype)[:, None] / natoms[:, None]
     if len(natoms) == 1:
         means, of = scalars.mean(0, keepdim=True), None
     else:
