@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from fusedops._frame.check import promoted
 from fusedops._frame.registry import register
 from gpukern.activations import silu, silu_slope
 from gpukern.launch import (
@@ -107,7 +106,8 @@ def _launch(
     given = [array for array in arrays if array is not None]
     aligned = begin_vectors(given) and not any([n % 4 for n in (constants[0], *strides)])
     integers = *rows, *strides
-    constants = *constants, tl.float64 if promoted(given) == torch.float64 else tl.float32, aligned
+    exact = arrays[-1].dtype == torch.float64
+    constants = *constants, tl.float64 if exact else tl.float32, aligned
     kinds = [a if a is None else a.dtype for a in arrays]
     key = given[0].device, *kinds, wide(*integers), constants
     _launcher(kernel, aligned)(programs, key, *arrays, *integers, *constants)
