@@ -801,7 +801,9 @@ def test_a_force_step_leaves_gradients_to_the_model(uncaptured, what):
     assert step._captured is None
 
 
-@pytest.mark.parametrize("what", ["cutoff", "max_neighbors", "stress", "buffer", "layer"])
+@pytest.mark.parametrize(
+    "what", ["cutoff", "max_neighbors", "stress", "buffer", "layer", "precision"]
+)
 def test_a_force_step_sees_other_models(uncaptured, what):
     ours = Forces(*model("umas_fast_pytorch", regress_stress=True))
     step, data = uma.ForceStep(ours), systems(1)
@@ -814,6 +816,8 @@ def test_a_force_step_sees_other_models(uncaptured, what):
         ours.backbone._unified_radial_mlp.W1_cat = 2 * ours.backbone._unified_radial_mlp.W1_cat
     elif what == "layer":
         ours.head.energy_block[1] = torch.nn.Tanh().eval()
+    elif what == "precision":
+        ours.backbone.blocks[0].edge_wise.so2_conv_1.precision = "ieee"
     else:
         setattr(ours.backbone, what, 6)
     stepped(step, data, 1e-10)

@@ -80,7 +80,8 @@ class ForceStep(torch.nn.Module):
 
     Where the products of SO(2) convolutions may be TF32's, messages of float32 models in fast modes
     (lmax = 2, fairchem 2.23 or newer) are arrays of float16: TF32 and float16 keep 11 binary digits
-    of a number. Cotangents are scaled. A step with numbers beyond float16's range is the model's.
+    of a number. Cotangents are scaled. A step with numbers beyond float16's range is the model's;
+    features below 6e-8 are zeros.
 
     Examples
     --------
@@ -216,6 +217,7 @@ class ForceStep(torch.nn.Module):
             modules[1:],
             [(x.data_ptr(), x._version) for x in tensors],
             {name: x for name, x in settings.items() if isinstance(x, (int, float, str))},
+            [vars(m).get("precision") for m in modules],
         )
 
 

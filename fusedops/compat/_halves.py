@@ -4,7 +4,8 @@ Arrays of edges take most of a force step's time. TF32 rounds the factors of pro
 digits, as float16 rounds all numbers. Cotangents may be of any size: in each block of layers they
 are multiplied by a power of two, and the gradients are divided by it (Micikevicius et al., arXiv
 1710.03740). A number beyond float16's range makes the results infinite or NaN, for the caller to
-see. Gradients are of the first order.
+see; a feature or weight below 6e-8, which TF32 would keep, is zero. Gradients are of the first
+order.
 """
 
 from __future__ import annotations
