@@ -65,7 +65,7 @@ def _convolution(theirs: Any) -> Any:
 
 
 def _by_kernels(x: Any) -> bool:
-    """Return whether a normalization has a kernel of its own."""
+    """Return whether a GPU's own kernels serve a layer."""
     # Compilers can't ask which backend was asked for, and autocast normalizes in float32.
     return (
         not traced()
@@ -262,19 +262,17 @@ class _Norm(torch.nn.Module):
 
     def forward(self, node_input: Any, more: Any = None) -> Any:
         """Return the normalized features, with `more` added to the first row."""
-        eps, lmax = self.eps, len(self.affine_weight) - 1
+        balance: Any = self.balance_degree_weight
         if _by_kernels(node_input):
-            balanced: Any = self.balance_degree_weight
-            affine, static = (self.affine_weight, self.affine_bias), (balanced.flatten(), lmax, eps)
-            return degree_norm(node_input, *affine, more, *static).out
+            affine, lmax = (self.affine_weight, self.affine_bias), len(self.affine_weight) - 1
+            return degree_norm(node_input, *affine, more, balance.flatten(), lmax, self.eps).out
         with torch.autocast(node_input.device.type, enabled=False):
             # Kept roots would be those of the first dtype: fairchem makes models in float32, and
             # then moves them to float64.
-            balance: Any = self.balance_degree_weight
             factors = (len(balance) * balance).sqrt()
             weight = self.affine_weight.index_select(0, self.expand_index) / factors
             x = _of_rows(_centred, node_input, None, factors)
-            x = torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+            x = torch.nn.functional.rms_norm(x, weight.shape, weight, self.eps)
             x = x + _first(self.affine_bias, len(weight))
         return x if more is None else torch.cat([x[:, :1] + more.unsqueeze(1), x[:, 1:]], 1)
 
