@@ -9,34 +9,36 @@ from __future__ import annotations
 
 from typing import Any
 
-from fusedops._frame.arrays import cast, namespace, sigmoid, widened, zeros
+from fusedops._frame.arrays import (
+    cast,
+    namespace,
+    silu,
+    silu_slopes,
+    standardized,
+    standardized_back,
+    widened,
+    zeros,
+)
 from fusedops._frame.check import promoted
 from fusedops._frame.primitive import Primitive
 
 
-def _standard(x: Any, eps: float) -> tuple[Any, Any]:
-    """Return rows (E, C) less their mean over their deviation, and one over the deviation."""
-    x = x - x.mean(-1)[:, None]
-    scale = ((x * x).mean(-1) + eps) ** -0.5
-    return x * scale[:, None], scale
+def _normalized(w: Any) -> tuple[Any, Any, Any]:
+    """Return standardized rows (E, C), one over their deviation, and rows with weight and bias."""
+    unit, scale = standardized(w.x, w.eps)
+    return unit, scale, unit * w.weight + w.bias
 
 
 def _layer_formula(a: Any) -> tuple[Any]:
     """Define SiLU of a layer's normalized rows."""
-    w = widened(a)
-    h = _standard(w.x, a.eps)[0] * w.weight + w.bias
-    return (cast(h * sigmoid(h), a.x),)
+    return (cast(silu(_normalized(widened(a))[2]), a.x),)
 
 
 def _layer_vjp_formula(a: Any) -> tuple[Any]:
     """Return the cotangent of x."""
     w = widened(a)
-    unit, scale = _standard(w.x, a.eps)
-    h = unit * w.weight + w.bias
-    s = sigmoid(h)
-    g = w.dout * s * (1 + h * (1 - s)) * w.weight
-    g = g - g.mean(-1)[:, None] - unit * (g * unit).mean(-1)[:, None]
-    return (cast(g * scale[:, None], a.x),)
+    unit, scale, h = _normalized(w)
+    return (cast(standardized_back(w.dout * silu_slopes(h)[0] * w.weight, unit, scale), a.x),)
 
 
 def _layer_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:

@@ -159,6 +159,38 @@ def sigmoid(h: Any) -> Any:
         return 1 / (1 + np.exp(-h))
 
 
+def silu(h: Any) -> Any:
+    """Return h · sigmoid(h), which is 0 where h has overflowed to -∞."""
+    return namespace(h).clip(h, -_largest(h), None) * sigmoid(h)
+
+
+def silu_slopes(h: Any) -> tuple[Any, Any]:
+    """Return the first two derivatives of `silu`: their limits where h has overflowed."""
+    s = sigmoid(h)
+    h = namespace(h).clip(h, -_largest(h), _largest(h))
+    return s * (1 + h * (1 - s)), s * (1 - s) * (2 + h * (1 - 2 * s))
+
+
+def _largest(like: Any) -> float:
+    """Return the largest number of an array's dtype."""
+    return float(namespace(like).finfo(like.dtype).max)
+
+
+def standardized(x: Any, eps: float) -> tuple[Any, Any]:
+    """Return x standardized over its last axis, and 1 over the standard deviation."""
+    centred = x - x.mean(-1)[..., None]
+    # Centre twice: the second pass removes the rounding error of the first mean.
+    centred = centred - centred.mean(-1)[..., None]
+    scale = (((centred * centred).mean(-1) + eps) ** -0.5)[..., None]
+    return centred * scale, scale
+
+
+def standardized_back(dy: Any, y: Any, scale: Any) -> Any:
+    """Return the cotangent of x, which `standardized` made y and scale from."""
+    along = (dy * y).mean(-1)[..., None]
+    return scale * (dy - dy.mean(-1)[..., None] - y * along)
+
+
 def added(one: Any, two: Any) -> Any:
     """Return the sum of two cotangents; None stands for zero."""
     if one is None or two is None:

@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, overload
 
-from fusedops._frame.arrays import ArrayT, added, cast, namespace, sigmoid, wide, zeros
+from fusedops._frame.arrays import (
+    ArrayT,
+    added,
+    cast,
+    namespace,
+    silu,
+    silu_slopes,
+    wide,
+    zeros,
+)
 from fusedops._frame.check import (
     flag,
     holds,
@@ -46,23 +55,6 @@ Activation = Literal["silu", "swish"]
 ACTIVATIONS = (None, *get_args(Activation))
 
 
-def _silu(h: Any) -> Any:
-    """Return h · sigmoid(h), which is 0 where h has overflowed to -∞."""
-    return namespace(h).clip(h, -_largest(h), None) * sigmoid(h)
-
-
-def _silu_slopes(h: Any) -> tuple[Any, Any]:
-    """Return the first two derivatives of `_silu`: their limits where h has overflowed."""
-    s = sigmoid(h)
-    h = namespace(h).clip(h, -_largest(h), _largest(h))
-    return s * (1 + h * (1 - s)), s * (1 - s) * (2 + h * (1 - 2 * s))
-
-
-def _largest(like: Any) -> float:
-    """Return the largest number of an array's dtype."""
-    return float(namespace(like).finfo(like.dtype).max)
-
-
 class _Window:
     """The inputs that the taps of a span read: W of its state, then its own."""
 
@@ -94,7 +86,7 @@ def _formula(a: Any) -> tuple[Any, Any]:
         span_k = k if k.ndim == 2 else k[batch, tokens]
         window = _Window(inputs[batch, tokens], span_k, None if state is None else state[states])
         h = window.convolved(span_k, b)
-        outs.append(_silu(h) if activation == "silu" else h)
+        outs.append(silu(h) if activation == "silu" else h)
         finals.append(window.inputs[:, window.inputs.shape[1] - window.width :].swapaxes(1, 2))
     out, final = xp.concatenate(outs, axis=1), xp.concatenate(finals, axis=0)
     if residual is not None:
@@ -122,7 +114,7 @@ def _vjp_formula(a: Any) -> tuple[Any, ...]:
         window = _Window(inputs[batch, tokens], span_k, None if state is None else state[states])
         v = g[batch, tokens]
         if a.activation == "silu":
-            v = v * _silu_slopes(window.convolved(span_k, b))[0]
+            v = v * silu_slopes(window.convolved(span_k, b))[0]
         dinputs = zeros(window.inputs, window.inputs.shape)
         for w in range(window.width):
             window.tap(dinputs, w)[...] += v * span_k[..., w]
@@ -186,7 +178,7 @@ def _vjp_pullback(a: Any, y: Any, ddy: Any, wanted: Any) -> tuple[Any, ...]:
     v, dc, through_h = c, dv, (None,) * 4
     if a.activation == "silu":
         h, _ = convolve(x, kernels, state, bias)
-        slope, bend = _silu_slopes(h)
+        slope, bend = silu_slopes(h)
         v, dc = c * slope, dv * slope
         slots = wanted.x, wanted.kernels, wanted.initial_state, wanted.bias
         if any(slots):
@@ -278,7 +270,7 @@ def _step_formula(a: Any) -> tuple[Any]:
     h = sum(inputs[:, first + w : first + w + count] * kernels[..., w] for w in range(width))
     if bias is not None:
         h = h + wide(bias)
-    h = _silu(h) if activation == "silu" else h
+    h = silu(h) if activation == "silu" else h
     if residual is not None:
         h = h + wide(residual.reshape(tokens.shape)[rows])
     out = zeros(x, tokens.shape)

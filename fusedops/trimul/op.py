@@ -14,6 +14,8 @@ from fusedops._frame.arrays import (
     namespace,
     recomputed,
     sigmoid,
+    standardized,
+    standardized_back,
     wide,
     widened,
     zeros,
@@ -61,21 +63,6 @@ _WEIGHTS = [name for name in ARRAYS if name not in ("x", "mask")]
 Weights: Any = namedtuple("Weights", _WEIGHTS, defaults=[None] * len(_WEIGHTS))  # type: ignore[misc]
 
 
-def _standardized(x: Any, eps: float) -> tuple[Any, Any]:
-    """Return x standardized over its last axis, and 1 over the standard deviation."""
-    centred = x - x.mean(-1)[..., None]
-    # Centre twice: the second pass removes the rounding error of the first mean.
-    centred = centred - centred.mean(-1)[..., None]
-    scale = (((centred * centred).mean(-1) + eps) ** -0.5)[..., None]
-    return centred * scale, scale
-
-
-def _standardized_back(dy: Any, y: Any, scale: Any) -> Any:
-    """Return the cotangent of x, which `_standardized` made y and scale from."""
-    along = (dy * y).mean(-1)[..., None]
-    return scale * (dy - dy.mean(-1)[..., None] - y * along)
-
-
 def _affine(y: Any, weight: Any, bias: Any) -> Any:
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
@@ -112,7 +99,7 @@ def _sides(a: Any) -> tuple[Any, Any]:
 
 def _gated(a: Any) -> Any:
     """Return projections of the normalized x times their gates and the mask."""
-    xn = _affine(_standardized(a.x, a.eps)[0], a.norm_in_weight, a.norm_in_bias)
+    xn = _affine(standardized(a.x, a.eps)[0], a.norm_in_weight, a.norm_in_bias)
     gate = sigmoid(_linear(xn, a.g_in_weight, a.g_in_bias))
     both = _linear(xn, a.p_in_weight, a.p_in_bias) * gate
     return both if a.mask is None else both * a.mask[..., None]
@@ -123,7 +110,7 @@ def _sides_back(a: Any, dboth: Any, dlogits: Any) -> dict[str, Any]:
 
     They follow from the cotangents of `_gated` and of the last gate's logits.
     """
-    y, scale = _standardized(a.x, a.eps)
+    y, scale = standardized(a.x, a.eps)
     xn = _affine(y, a.norm_in_weight, a.norm_in_bias)
     p = _linear(xn, a.p_in_weight, a.p_in_bias)
     s = sigmoid(_linear(xn, a.g_in_weight, a.g_in_bias))
@@ -135,7 +122,7 @@ def _sides_back(a: Any, dboth: Any, dlogits: Any) -> dict[str, Any]:
     dg = ds * (1 - s)
     dxn = dp @ a.p_in_weight + dg @ a.g_in_weight + dlogits @ a.g_out_weight
     dy = dxn if a.norm_in_weight is None else dxn * a.norm_in_weight
-    found = {"x": _standardized_back(dy, y, scale), "mask": dmask}
+    found = {"x": standardized_back(dy, y, scale), "mask": dmask}
     found |= {"norm_in_weight": (dxn * y).sum((0, 1, 2)), "norm_in_bias": dxn.sum((0, 1, 2))}
     found["p_in_weight"], found["p_in_bias"] = _linear_back(dp, xn)
     found["g_in_weight"], found["g_in_bias"] = _linear_back(dg, xn)
@@ -159,8 +146,8 @@ def _product_back(do: Any, left: Any, right: Any, direction: str) -> tuple[Any, 
 
 def _end(a: Any, o: Any) -> Any:
     """Return the output for x and o."""
-    xn = _affine(_standardized(a.x, a.eps)[0], a.norm_in_weight, a.norm_in_bias)
-    on = _affine(_standardized(_pairs(o), a.eps)[0], a.norm_out_weight, a.norm_out_bias)
+    xn = _affine(standardized(a.x, a.eps)[0], a.norm_in_weight, a.norm_in_bias)
+    on = _affine(standardized(_pairs(o), a.eps)[0], a.norm_out_weight, a.norm_out_bias)
     s = sigmoid(_linear(xn, a.g_out_weight, a.g_out_bias))
     if a.gate == "output":
         return _linear(on, a.p_out_weight, a.p_out_bias) * s
@@ -169,8 +156,8 @@ def _end(a: Any, o: Any) -> Any:
 
 def _end_back(a: Any, o: Any, dout: Any) -> tuple[Any, Any, dict[str, Any]]:
     """Return the cotangents of o, of the gate's logits, and of the end's weights by name."""
-    xn = _affine(_standardized(a.x, a.eps)[0], a.norm_in_weight, a.norm_in_bias)
-    y, scale = _standardized(_pairs(o), a.eps)
+    xn = _affine(standardized(a.x, a.eps)[0], a.norm_in_weight, a.norm_in_bias)
+    y, scale = standardized(_pairs(o), a.eps)
     on = _affine(y, a.norm_out_weight, a.norm_out_bias)
     s = sigmoid(_linear(xn, a.g_out_weight, a.g_out_bias))
     if a.gate == "output":
@@ -184,7 +171,7 @@ def _end_back(a: Any, o: Any, dout: Any) -> tuple[Any, Any, dict[str, Any]]:
     dy = don if a.norm_out_weight is None else don * a.norm_out_weight
     found = {"norm_out_weight": (don * y).sum((0, 1, 2)), "norm_out_bias": don.sum((0, 1, 2))}
     found["p_out_weight"], found["p_out_bias"] = _linear_back(dp, gated)
-    return _planes(_standardized_back(dy, y, scale)), ds * s * (1 - s), found
+    return _planes(standardized_back(dy, y, scale)), ds * s * (1 - s), found
 
 
 def _formula(a: Any) -> tuple[Any, Any]:
