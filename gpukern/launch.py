@@ -78,6 +78,14 @@ def is_small(device: Any) -> bool:
     return bool(found["max_shared_mem"] < _SHARED)
 
 
+def rows_of(array: Any) -> Any:
+    """Return a tensor with contiguous rows of edges or nodes, a copy where they aren't."""
+    if array is None:
+        return None
+    inner = array[0] if array.shape[0] else array
+    return array if inner.is_contiguous() else array.contiguous()
+
+
 def in_one_dtype(kernel: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     """Have a kernel compute in the dtype to which the arrays promote."""
 

@@ -205,11 +205,11 @@ def test_messages_are_not_kept_for_frozen_weights(backend, monkeypatch):
     if backend == "triton":
         from gpukern.so2 import triton as kernels
 
-        def rows(array, rows=kernels._rows):
+        def rows(array, rows=kernels.rows_of):
             assert array is None or 0 not in array.stride(), "rows without memory are copied"
             return rows(array)
 
-        monkeypatch.setattr(kernels, "_rows", rows)
+        monkeypatch.setattr(kernels, "rows_of", rows)
     arrays = sample(2, 2, radial=False)
     given = {name: torch.tensor(array) for name, array in arrays.items()}
     x = given["message"].requires_grad_()

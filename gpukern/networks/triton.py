@@ -21,6 +21,7 @@ from gpukern.launch import (
     in_one_dtype,
     kernel_of_any_size,
     power,
+    rows_of,
     wide,
 )
 
@@ -113,12 +114,6 @@ def _launch(
     _launcher(kernel, aligned)(programs, key, *arrays, *integers, *constants)
 
 
-def _read(*arrays: Any) -> list[Any]:
-    """Return tensors with contiguous rows or nodes, copies where they aren't."""
-    lie = [a is None or not a.shape[0] or a[0].is_contiguous() for a in arrays]
-    return [a if fine else a.contiguous() for a, fine in zip(arrays, lie, strict=True)]
-
-
 def _stride(array: Any) -> int:
     return 0 if array is None else array.stride(0)
 
@@ -127,7 +122,7 @@ def _normalize_rows(a: Any, dout: Any, out: Any) -> None:
     (E, C), size = a.x.shape, power(a.x.shape[1])
     if not E * C:
         return
-    x, dout = _read(a.x, dout)
+    x, dout = rows_of(a.x), rows_of(dout)
     arrays = x, a.weight.contiguous(), a.bias.contiguous(), dout, out
     R = max(1, _NUMBERS // size)
     constants = C, R, size, a.eps
@@ -140,7 +135,7 @@ def _normalize_nodes(a: Any, given: tuple[Any, Any, Any], out: Any) -> None:
     if not N * C:
         return
     bias, more, dout = given
-    x, more, dout = _read(a.x, more, dout)
+    x, more, dout = map(rows_of, (a.x, more, dout))
     weight, balance = a.weight.contiguous(), a.balance.contiguous()
     bias = None if bias is None else bias.contiguous()
     arrays, strides = (x, weight, bias, more, balance, dout, out), map(_stride, (x, more, dout))

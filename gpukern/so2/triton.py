@@ -22,7 +22,7 @@ import triton.language as tl
 from fusedops._frame.check import promoted
 from fusedops._frame.registry import register
 from fusedops.so2.op import columns, orders, rows_by_degree, weights_of
-from gpukern.launch import Launcher, in_one_dtype, kernel_of_any_size, power, wide
+from gpukern.launch import Launcher, in_one_dtype, kernel_of_any_size, power, rows_of, wide
 from gpukern.products import (
     BLOCK,
     Factor,
@@ -226,17 +226,9 @@ def _launch_unscale(aligned: bool, warps: int) -> Launcher:
     return Launcher(kernel_of_any_size(_unscale, ("halves", *names)), warps)
 
 
-def _rows(array: Any) -> Any:
-    """Return a tensor with contiguous rows of edges, a copy where they aren't."""
-    if array is None:
-        return None
-    inner = array[0] if array.shape[0] else array
-    return array if inner.is_contiguous() else array.contiguous()
-
-
 def _flat(array: Any) -> Any:
     """Return (E, M, C) as (E, M C)."""
-    array = _rows(array)
+    array = rows_of(array)
     return array.view(array.shape[0], array.shape[1] * array.shape[2])
 
 
@@ -275,7 +267,7 @@ class _Call:
         self.lmax, self.weights = a.lmax, weights_of(a)
         self.mmax = len(self.weights) - 1
         self.D = (self.weights[0].shape[0] - a.gate_channels) // (self.lmax + 1)
-        self.radial = _rows(a.radial)
+        self.radial = rows_of(a.radial)
         found = orders(self.lmax, self.mmax)
         self.inputs = [columns(rows, self.C) for rows, _ in found]
         self.outputs = [columns(rows, self.D) for rows, _ in found]
@@ -313,7 +305,7 @@ class _Call:
 
 def scale_messages(message: Any, radial: Any, out: Any, lmax: int, mmax: int) -> None:
     """Fill `out` with messages (E, M, C) times radial functions."""
-    x, radial = _flat(message), _rows(radial)
+    x, radial = _flat(message), rows_of(radial)
     blocks = -(-x.shape[1] // _NUMBERS)
     integers = blocks, x.stride(0), radial.stride(0)
     constants = message.shape[2], lmax, mmax, message.shape[1], _NUMBERS, _float(x, radial)
@@ -337,7 +329,7 @@ def unscale_messages(
     """
     needed = dradial is not None or kept[0] is not None
     x = _flat(message) if needed else dscaled.flatten(1)
-    radial, (_, M, C) = _rows(radial), message.shape
+    radial, (_, M, C) = rows_of(radial), message.shape
     edges, (BE, BC), warps = len(x), BLOCK, 16
     if kept[0] is None:
         BE, warps = _EDGES, _WARPS
@@ -448,9 +440,9 @@ def _table(lmax: int, mmax: int, layout: str) -> tuple[int, ...]:
 
 def _gated(a: Any, given: tuple[Any, ...], made: tuple[Any, ...], order: int) -> None:
     """Launch the kernel; `given` are dout, ddgates and ddx, `made` dx, ddout and dgates."""
-    gates, x = _rows(a.gates), _rows(a.x)
+    gates, x = rows_of(a.gates), rows_of(a.x)
     E, M, C = x.shape
-    given = tuple([_rows(array) for array in given])
+    given = tuple([rows_of(array) for array in given])
     # Any tensor stands for a tensor that isn't touched.
     read = gates, x, *[x if array is None else array for array in given]
     written = [x if array is None else array for array in made]
