@@ -19,8 +19,8 @@ def peak_MB(step: Callable[[], Any], device: str) -> float | None:
 
     On a GPU, torch's allocator counts what it hands out. On the CPU it is the peak of resident
     memory, which Linux resets for a process that asks; allocators have then given back what they
-    had kept. Other systems don't reset it, and the result is None. What a step holds from call to
-    call counts too (`holding`).
+    had kept. Other systems don't reset it, and the result is None. Memory that a step holds from
+    call to call counts too (`holding`).
     """
     step()
     if device != "cpu":
