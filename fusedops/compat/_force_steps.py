@@ -25,7 +25,7 @@ from fusedops._frame.bridge.modes import transforms
 from fusedops._frame.check import positive, refuse, traced, warn
 from fusedops.compat._edges import targets_of
 from fusedops.compat._graphs import captured
-from fusedops.compat._halves import Prepared, prepared
+from fusedops.compat._halves import Halves, in_halves
 from fusedops.compat._uma import divides_atoms, has_halves
 
 #: The names in fairchem's data of what depends on edges.
@@ -304,8 +304,8 @@ class _Captured:
         # One atom after the other, since a sum over an atom's edges is one program's.
         self.blank = torch.arange(self.space + 1, device=pos.device) % len(pos)
         self._keep(data, pairs, offsets)
-        halves = pos.dtype == torch.float32 and has_halves(self.backbone)
-        self.prepared = Prepared(halves)
+        may_halve = pos.dtype == torch.float32 and has_halves(self.backbone)
+        self.halves = Halves() if may_halve else None
         self.outputs: Any = None
         self.report: Any = None
         graph, _ = captured(self._evaluate, pos.device, shares=False, before=2)
@@ -390,10 +390,11 @@ class _Captured:
             if self.backbone.use_dataset_embedding:
                 looked_up = _replaced(self.backbone.dataset_embedding, forward=self._embedded)
                 stack.enter_context(looked_up)
-            self.prepared.renew()
-            stack.callback(prepared.reset, prepared.set(self.prepared))
+            if self.halves is not None:
+                self.halves.renew()
+            stack.callback(in_halves.reset, in_halves.set(self.halves))
             self.outputs = tree_map_only(torch.Tensor, torch.detach, self.model(data))
-        if self.prepared.halves:
+        if self.halves is not None:
             # Of a number beyond float16's range the sums tell, and the model serves the step.
             found = [x for x in tree_leaves(self.outputs) if isinstance(x, torch.Tensor)]
             sums = [x.sum().double() for x in found if x.is_floating_point()]

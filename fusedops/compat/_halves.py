@@ -25,16 +25,15 @@ from fusedops.so2 import so2_convolution
 _EXPONENT = 4
 
 
-class Prepared:
-    """How a force step evaluates a model: with `halves`, messages are of float16."""
+class Halves:
+    """Frozen weights in float16, of a model whose messages are."""
 
-    def __init__(self, halves: bool = False) -> None:
-        self.halves = halves
+    def __init__(self) -> None:
         # With the weights, lest others get their names.
         self._made: dict[int, tuple[Any, Any]] = {}
 
-    def half(self, weight: Any) -> Any:
-        """Return a frozen weight in float16, or None for none."""
+    def of(self, weight: Any) -> Any:
+        """Return a weight in float16, or None for none."""
         if weight is None:
             return None
         if id(weight) not in self._made:
@@ -48,8 +47,8 @@ class Prepared:
             torch._foreach_copy_(halves, weights)
 
 
-#: For the forward passes of a context.
-prepared: ContextVar[Prepared | None] = ContextVar("fusedops_prepared", default=None)
+#: For the forward passes of a context, whose messages are of float16 where this isn't None.
+in_halves: ContextVar[Halves | None] = ContextVar("fusedops_in_halves", default=None)
 
 
 class Radial(NamedTuple):
@@ -102,13 +101,13 @@ class _OutOf(torch.autograd.Function):
         return torch.mul(dy, factor, out=torch.empty_like(dy, dtype=torch.float16)), None
 
 
-def _convolved(layer: Any, message: Any, radial: Any, kept: Prepared) -> Any:
+def _convolved(layer: Any, message: Any, radial: Any, halves: Halves) -> Any:
     """Return a convolution of messages, and the gates if the layer has any."""
     weights = layer.fc_m0.weight, *[part["fc"].weight for part in layer.so2_m_conv]
     return so2_convolution(
         message,
-        *map(kept.half, weights),
-        bias=kept.half(layer.fc_m0.bias),
+        *map(halves.of, weights),
+        bias=halves.of(layer.fc_m0.bias),
         radial=radial,
         gate_channels=layer.extra_m0_output_channels or 0,
     )
@@ -118,8 +117,8 @@ def messages(
     layer: Any, x: Any, radial: Radial, edge_index: Any, wigner: Any, wigner_inv: Any, target: Any
 ) -> Any:
     """Return the sums of messages over the edges of each node, by fairchem's ``Edgewise``."""
-    kept, scale, backend = prepared.get(), _Scale(), layer.backend
-    assert kept is not None
+    halves, scale, backend = in_halves.get(), _Scale(), layer.backend
+    assert halves is not None
 
     def into(x: Any) -> Any:
         return _Into.apply(x, scale)
@@ -128,7 +127,7 @@ def messages(
     found, rest, _ = backend.fused_node_to_edge_conv1_pack(
         into(x), edge_index, into(wigner), functions, x.shape[2]
     )
-    found, gates = _convolved(layer.so2_conv_1, found, rest, kept)
-    found = _convolved(layer.so2_conv_2, layer.act(gates, found), None, kept)
+    found, gates = _convolved(layer.so2_conv_1, found, rest, halves)
+    found = _convolved(layer.so2_conv_2, layer.act(gates, found), None, halves)
     found = backend.permute_wigner_inv_edge_to_node(found, into(wigner_inv), target, x.shape[0])
     return _OutOf.apply(found, scale)

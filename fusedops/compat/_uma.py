@@ -18,7 +18,7 @@ from fusedops._frame.torch_private import private
 from fusedops._layers import has_hooks, is_plain
 from fusedops._networks import degree_norm, layer_silu, row_linear
 from fusedops._products import linear_products
-from fusedops.compat._halves import Radial, messages, prepared
+from fusedops.compat._halves import Radial, in_halves, messages
 from fusedops.nn import SO2Convolution
 from fusedops.so2 import Layout, gate_activation
 from fusedops.so2.op import WEIGHTS
@@ -119,16 +119,16 @@ class _Radials(torch.nn.Module):
         """Return the radial functions of every layer."""
         own: Any = self
         # Compilers break a graph at a look at the context.
-        kept = None if traced() else prepared.get()
+        halves = None if traced() else in_halves.get()
         last = own.fc3_weight, own.fc3_bias
         with linear_products(x):
             h = torch.nn.functional.linear(x, own.W1_cat, own.b1_cat)
             parts = enumerate(h.chunk(self.num_layers, 1))
             hidden = [self._hidden(part, i) for i, part in parts]
-            if kept is None or not kept.halves:
+            if halves is None:
                 layers = zip(hidden, *last, strict=True)
                 return [torch.nn.functional.linear(*layer) for layer in layers]
-            return list(map(Radial, hidden, *map(kept.half, last)))
+            return list(map(Radial, hidden, *map(halves.of, last)))
 
     def _hidden(self, h: Any, i: int) -> Any:
         """Return the input of a layer's last product."""
@@ -399,22 +399,29 @@ LAYERS: dict[str, Any] = {
 }
 
 
+def has_our_parts(edgewise: Any) -> bool:
+    """Return whether all parts of fairchem's layer are ours, with radial functions given to it."""
+    parts = edgewise.so2_conv_1, edgewise.so2_conv_2
+    return (
+        isinstance(edgewise.act, Gates)
+        and all([isinstance(part, Convolution) for part in parts])
+        and parts[0].rad_func is None
+    )
+
+
 def has_halves(backbone: Any) -> bool:
     """Return whether messages of a prepared model, whose products may be TF32's, may be halves."""
     blocks = getattr(backbone, "blocks", ())
-    if not all([isinstance(block, _Block) for block in blocks]):
+    layers = [block.edge_wise for block in blocks if isinstance(block, _Block)]
+    if len(layers) < len(blocks) or not all(map(has_our_parts, layers)):
         return False
-    layers = [block.edge_wise for block in blocks]
     parts = [part for of in layers for part in (of.so2_conv_1, of.so2_conv_2)]
-    if not all([isinstance(part, Convolution) for part in parts]):
-        return False
     linear = [each for of in parts for each in (of.fc_m0, *[part["fc"] for part in of.so2_m_conv])]
     # Their weights alone are read, and their hooks aren't called.
     alone = [*layers, *parts, *[layer.act for layer in layers]]
     return (
         isinstance(getattr(backbone, "_unified_radial_mlp", None), _Radials)
         and getattr(backbone.backend, "supports_fused_edgewise", False)
-        and all([isinstance(layer.act, Gates) for layer in layers])
         and all(map(is_plain, linear))
         and not any(map(has_hooks, alone))
         and {part.precision or (allows_tf32() and "tf32") for part in parts} == {"tf32"}

@@ -28,7 +28,7 @@ from fusedops._frame.check import flag, one_of
 from fusedops._swaps import Swap, log, of, start, stop
 from fusedops.compat._edges import edges_of
 from fusedops.compat._force_steps import ForceStep, has_force_steps
-from fusedops.compat._uma import Convolution, Gates, replace_layers
+from fusedops.compat._uma import has_our_parts, replace_layers
 from fusedops.so2 import PRECISIONS
 from fusedops.wigner import (
     edge_degree_scatter,
@@ -71,10 +71,7 @@ def _fits(edgewise: Any) -> bool:
         hasattr(_fairchem().UMASFastGPUBackend, "gate_activation")
         # fairchem fuses this degree only, and others are untimed.
         and edgewise.lmax == 2
-        and isinstance(edgewise.act, Gates)
-        and isinstance(edgewise.so2_conv_1, Convolution)
-        and isinstance(edgewise.so2_conv_2, Convolution)
-        and edgewise.so2_conv_1.rad_func is None
+        and has_our_parts(edgewise)
     )
 
 
