@@ -42,9 +42,10 @@ from gpukern.so2.triton import scale_messages, unscale_messages
 
 # Channels that a program takes, and elements of a warp's tile of edges and channels.
 _CHANNELS, _TILE = 128, 128
-# The same where nodes are few, so that tiles have more edges; and the nodes from which on there are
-# many, without and with gradients of the matrices.
-_FEW_CHANNELS, _FEW, _FEW_WITH_DOTS = 32, 4096, 600
+# Channels of a program of a node where nodes are fewer, so that tiles have more edges.
+_FEW = (600, 16), (4096, 32)
+# The nodes from which on their programs form the gradients of matrices and factors.
+_WITH_PRODUCTS = 600
 # Rows of a node that a program has in registers.
 _ROWS = 9
 # The same, and the width of its tile, if it forms the gradient of the matrices too.
@@ -717,7 +718,8 @@ def edge_wigner(a: Any, y: Any) -> None:
         count = min(count, *[a.numel() for a in (source, target, by_source, by_target)])
     # The gradients of matrices and factors are products of messages and nodes.
     products = dwigner is not None or dfactors is not None
-    by_edge = dmessage is not None or (products and dx is None)
+    rows = 0 if dx is None else dx.shape[0]
+    by_edge = dmessage is not None or (products and rows < _WITH_PRODUCTS)
     by_node = products and not by_edge and nodes > 0
     dots_by_node = by_node and dwigner is not None
     kind = tl.float64 if float64 else tl.float32
@@ -727,9 +729,10 @@ def edge_wigner(a: Any, y: Any) -> None:
     functions = function_rows(lmax, mmax)
     constants = offsets, message_rows(lmax, mmax), functions, lmax, mmax, channels
     layout = ends, edges is None, packed, back, kind
-    few = dx is not None and dx.shape[0] < (_FEW_WITH_DOTS if products else _FEW)
-    block = min(_FEW_CHANNELS if few else _CHANNELS, max(1, channels))
-    blocks = -(-channels // block)
+    # Of programs of edges, and of nodes.
+    most = next((few for bound, few in _FEW if rows < bound and not by_node), _CHANNELS)
+    block, own = [min(of, max(1, channels)) for of in (_CHANNELS, most)]
+    blocks, own_blocks = -(-channels // block), -(-channels // own)
     tile = _tiling(block, float64, _CHANNELS, vector)
     parts = None
     if dwigner is not None:
@@ -759,12 +762,13 @@ def edge_wigner(a: Any, y: Any) -> None:
         if dx is not None and dx.numel():
             lists = source_ptr, by_source, target_ptr, by_target
             small = by_node and high**2 - low**2 <= _ROWS_WITH_DOTS
-            shape = _tiling(block, float64, _WIDTH_WITH_DOTS, vector) if small else tile
+            width = _WIDTH_WITH_DOTS if small else _CHANNELS
+            shape = _tiling(own, float64, width, vector)
             launch(
                 _by_node[vector],
-                dx.shape[0] * blocks,
+                rows * own_blocks,
                 (base, x, message, wigner, factors, *lists, dx, dfactors, parts),
-                (nodes, count, listed, blocks, bits, *strides),
+                (nodes, count, listed, own_blocks, bits, *strides),
                 low, high, some_by_node, *constants, *shape, *layout, base is not None,
                 scaled, dots_by_node, by_node and dfactors is not None,
             )  # fmt: skip
