@@ -55,7 +55,7 @@ BLOCK = 64, 128
 LEAST = 64
 # The least work of a product that repays splitting its matrices, in multiplications and additions,
 # and the least for each number that is split.
-_WORK, _WORK_OF_ONE = 1 << 32, 320
+_WORK, _WORK_OF_ONE = 1 << 29, 320
 
 
 class Halves(NamedTuple):
