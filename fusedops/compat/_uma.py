@@ -196,7 +196,8 @@ def _balanced(span: slice, x: Any, target: Any, natoms: Any, batch: Any) -> Any:
     # Numbers of another dtype would be divided in float32.
     target = None if target is None else target.to(x.dtype)[:, None] / natoms[:, None]
     if len(natoms) == 1:
-        means, of = scalars.mean(0, keepdim=True), None
+        # Along columns, a block of a GPU's threads adds up all atoms of some.
+        means, of = scalars.T.contiguous().mean(1), None
     else:
         none = scalars.new_zeros(len(natoms), scalars.shape[1])
         means, of = none.index_add(0, batch, scalars) / natoms[:, None], batch

@@ -170,9 +170,11 @@ def row_linear(a: Any, y: Any) -> None:
         if a.bias is not None:
             y.out[:, 0].add_(a.bias)
     if y.gates is not None:
-        torch.mm(a.x[:, 0], a.gate_weight.T, out=y.gates)
-        if a.gate_bias is not None:
-            y.gates.add_(a.gate_bias)
+        given = a.x[:, 0], a.gate_weight.T
+        if a.gate_bias is None:
+            torch.mm(*given, out=y.gates)
+        else:
+            torch.addmm(a.gate_bias, *given, out=y.gates)
 
 
 @register("row_linear_vjp", "triton")
