@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from fusedops._frame.arrays import allows_tf32
 from fusedops._frame.check import traced
 from fusedops._frame.registry import BackendName
+from fusedops._kept import kept
 from fusedops.so2 import so2_convolution
 
 #: The types of tensors whose products are ours.
@@ -27,6 +28,8 @@ MANY = 1 << 22
 #: fewer, `gpukern.products` leaves products to torch, after a longer call.
 REPAID = 1 << 31, 160
 TRAINED = 128
+#: The same multiplications where launches cost the host nothing.
+REPAID_IN_GRAPHS = 1 << 28
 
 
 class LinearProducts(TorchFunctionMode):
@@ -81,11 +84,15 @@ def _repays(given: tuple[Any, ...]) -> bool:
     products = math.prod(input.shape[:-1]) * weight.numel()
     if input.is_cpu:
         return products >= MANY
-    least, results = REPAID
+    least, results = _least(input), REPAID[1]
     trains = torch.is_grad_enabled() and any(a.requires_grad for a in given)
     few, many = sorted(weight.shape) if trains else (TRAINED, len(weight))
     repaid = products >= least and many >= results and few >= TRAINED
     return input.is_cuda and repaid and not allows_tf32()
+
+
+def _least(x: Any) -> int:
+    return REPAID[0] if kept(x.device) is None else REPAID_IN_GRAPHS
 
 
 def linear_products(x: torch.Tensor, backend: BackendName | None = None) -> Any:
@@ -97,5 +104,5 @@ def linear_products(x: torch.Tensor, backend: BackendName | None = None) -> Any:
     if backend is not None or x.dtype != torch.float32 or _recorded():
         return nullcontext()
     # Torch calls the context for each function. A layer has up to some 4,096 results.
-    many = x.numel() >= REPAID[0] >> 12 if x.is_cuda else x.ndim == 2
+    many = x.numel() >= _least(x) >> 12 if x.is_cuda else x.ndim == 2
     return LinearProducts() if many else nullcontext()

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fusedops._kept import formed
 from gpukern.launch import (
     Launcher,
     has_gluon,
@@ -650,11 +651,14 @@ def in_vectors(*matrices: Any) -> bool:
     )
 
 
-def split(matrix: Any, along: int, strict: bool = True, before: Any = None) -> Halves:
+def split(
+    matrix: Any, along: int, strict: bool = True, before: Any = None, into: Halves | None = None
+) -> Halves:
     """Split matrices (batch, rows, columns) for a product with sums along an axis.
 
     If not `strict`, halves serve for all rows: they lose digits of numbers below 2⁻²⁸ of a row's
-    largest. One matrix with sums along its columns may have those of another `before` it.
+    largest. One matrix with sums along its columns may have those of another `before` it. Halves
+    of such matrices may be written again.
     """
     x = matrix if along == 2 else matrix.mT
     batches, rows, terms = x.shape
@@ -664,8 +668,11 @@ def split(matrix: Any, along: int, strict: bool = True, before: Any = None) -> H
     terms_fast = unit_of(x) != 0
     slow, fast = (rows, terms) if terms_fast else (terms, rows)
     pitch = -(-fast // 8) * 8
-    halves = torch.empty((2, batches, slow, pitch), dtype=torch.float16, device=x.device)
-    scales = torch.empty((batches, rows), dtype=torch.float32, device=x.device)
+    if into is None:
+        halves = torch.empty((2, batches, slow, pitch), dtype=torch.float16, device=x.device)
+        scales = torch.empty((batches, rows), dtype=torch.float32, device=x.device)
+    else:
+        halves, scales = into.halves, into.scales
     # As many terms as rows may have, so that numbers are read once.
     BT = power(terms, 64)
     BR = max(16 if not terms_fast else 4, 8192 // BT)
@@ -885,7 +892,8 @@ def multiply(out: Any, a: Factor, b: Any, precision: str, shift: Any = None) -> 
             torch.add(shift, found, out=out)
     elif _is_split(precision, a, a.shape[0], b.shape[1], a.shape[1]):
         bias = None if shift is None else shift.contiguous()
-        multiply_halves(a.halves, split(b[None], 1), out[None], bias=bias)
+        halves = formed(b, "halves", lambda into: split(b[None], 1, into=into))
+        multiply_halves(a.halves, halves, out[None], bias=bias)
     else:
         tf32, begin = precision == "tf32", 0
         # Torch would write the bias into rows with gaps itself, number by number.

@@ -613,7 +613,7 @@ def test_messages_of_a_force_step_in_halves(uncaptured, count):
         want = ours(data.clone())
         for _ in range(2):
             found = step(data.clone())
-        assert step._captured.halves is not None
+        assert step._captured.kept.halves
         # Forces are sums of messages that nearly cancel.
         assert_close(found.values(), want.values(), 0.02)
         assert not torch.equal(found["forces"], want["forces"])
@@ -631,7 +631,7 @@ def test_halves_of_weights_that_change_behind_torchs_back(uncaptured):
         p.data.mul_(1.1)
     assert_close(step(data.clone()).values(), ours(data.clone()).values(), 0.02)
     assert step._captured is graph
-    assert graph.halves is not None
+    assert graph.kept.halves
 
 
 @needs_fused
@@ -645,7 +645,7 @@ def test_forces_of_any_size_in_halves(uncaptured, power):
         ours.head.energy_block[-1].bias.mul_(2.0**power)
     for _ in range(3):
         found = step(data.clone())
-    assert step._captured.halves is not None
+    assert step._captured.kept.halves
     for name in ("energy", "forces", "stress"):
         assert torch.equal(found[name], unit[name] * 2.0**power)
 
@@ -659,7 +659,7 @@ def test_numbers_beyond_halves_are_the_models(uncaptured, layer):
         block = ours.backbone.blocks[0 if layer == "first" else -1]
         block.edge_wise.so2_conv_1.fc_m0.weight.mul_(1e6)
     calls = [stepped(step, data, 1e-4) for _ in range(3)]
-    assert step._captured.halves is not None
+    assert step._captured.kept.halves
     # Of the capture, and the model itself.
     assert calls == [1, 2, 2]
 
@@ -680,7 +680,7 @@ def test_halves_are_for_layers_that_are_their_weights(uncaptured, what):
         layer.so2_conv_2.fc_m0.__class__ = Adapted
     for _ in range(2):
         stepped(step, data, 1e-4)
-    assert step._captured.halves is None
+    assert not step._captured.kept.halves
 
 
 @needs_fused
@@ -691,7 +691,7 @@ def test_halves_are_for_float32_where_tf32_may_round(uncaptured):
         step, data = uma.ForceStep(ours), systems(1, dtype)
         for _ in range(2):
             stepped(step, data, TOLERANCE[dtype])
-        assert step._captured.halves is None
+        assert not step._captured.kept.halves
 
 
 def test_a_force_step_of_given_edges(uncaptured):
@@ -973,7 +973,8 @@ def test_force_steps_of_threads(uncaptured, monkeypatch):
     for _ in range(2):
         stepped(step, data, 1e-10)
     want = step(data.clone())["energy"]
-    other, entered, run = data.clone(), threading.Event(), step._captured.run
+    other, entered = data.clone(), threading.Event()
+    run = step._captured.runs[1].replay
     moved(other, "charge")
     thread = threading.Thread(target=step, args=(other,))
 
@@ -984,7 +985,7 @@ def test_force_steps_of_threads(uncaptured, monkeypatch):
             thread.join(0.3)
         run()
 
-    step._captured.run = meanwhile
+    step._captured.runs[1] = types.SimpleNamespace(replay=meanwhile)
     found = step(data.clone())["energy"]
     thread.join()
     assert_close([found], [want], 1e-10)
@@ -1083,7 +1084,10 @@ def test_halves_by_a_graph():
             found = step(data.clone())
             assert_close(found.values(), want.values(), 0.02)
             assert ours.calls - calls == {0: 2, 1: 4}.get(at, 1)
-        assert step._captured.halves is not None
+        for p in (*ours.parameters(), *ours.backbone._unified_radial_mlp.buffers()):
+            p.data.mul_(1.1)
+        assert_close(step(data.clone()).values(), ours(data.clone()).values(), 0.02)
+        assert step._captured.kept.halves
     finally:
         uma.unregister()
 
@@ -1102,10 +1106,14 @@ def test_a_force_step_by_a_graph(mode, dtype, count):
         for what in ("pos", *MOVES, "pos", "pos", "pos", "pos", "pos"):
             calls.append(stepped(step, data, 10 * TOLERANCE[dtype]))
             moved(data, what)
+        # Forms of weights are kept, and torch doesn't tell of this.
+        for p in step.parameters():
+            p.data.mul_(1.1)
+        calls.append(stepped(step, data, 10 * TOLERANCE[dtype]))
     finally:
         uma.unregister()
     # Two calls before the capture, and that.
-    assert calls == [1, 3, *[0] * 9]
+    assert calls == [1, 3, *[0] * 10]
 
 
 @pytest.mark.gpu

@@ -7,12 +7,10 @@ from typing import Any
 import fusedops._frame.needs_torch  # noqa: F401
 
 import numpy as np
-import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedops._frame.check import outside_of_transforms, traced
 from fusedops.wigner import Edges
-from fusedops.wigner.plan import grouped_ends
 
 NAME = "fusedops.compat.fairchem"
 #: The edges of fairchem's index tensors, by number of nodes and offset.
@@ -62,19 +60,18 @@ def _state(index: Any) -> Any:
     return index._version, index.data_ptr(), index.shape, index.stride()
 
 
-def targets_of(index: Any, num_nodes: int) -> Any:
-    """Return the targets of edges whose ends are known to be nodes.
+def targets_of(index: Any, lists: tuple[Any, ...]) -> Any:
+    """Return the targets of edges whose ends are known to be nodes, and of which lists are given.
 
-    `edges_of` finds the edges of both tensors then, in a CUDA graph too, where it reads no others.
+    The lists are those of `Edges`. `edges_of` finds the edges of both tensors then, in a CUDA graph
+    too, where it reads no others.
     """
     targets = index[1]
     # Views of a tensor that `_read` has would keep it there for good.
-    source, target = index.clone()
-    bad = torch.zeros_like(index, dtype=torch.bool)
-    by_source, source_ptr, by_target, target_ptr = grouped_ends(index, bad, num_nodes)
-    sums, sizes = (by_target, target_ptr), [num_nodes, index.shape[1]]
-    edges = Edges.from_tensors([source, target, by_source, source_ptr, *sums], sizes)
+    _, target, *_, by_target, target_ptr = lists
+    sums, sizes = (by_target, target_ptr), [len(target_ptr) - 1, index.shape[1]]
+    edges = Edges.from_tensors([*lists], sizes)
     summed = Edges.from_tensors([target, target, *sums, *sums], sizes)
     for tensor, offset, found in ((index, None, edges), (index, 0, summed), (targets, 0, summed)):
-        _read.setdefault(tensor, {})[num_nodes, offset] = _state(tensor), found
+        _read.setdefault(tensor, {})[sizes[0], offset] = _state(tensor), found
     return targets

@@ -23,10 +23,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fusedops._frame.arrays import allows_tf32
 from fusedops._frame.bridge.modes import transforms
 from fusedops._frame.check import positive, refuse, traced, warn
+from fusedops._kept import Kept, keeping
 from fusedops.compat._edges import targets_of
 from fusedops.compat._graphs import captured
-from fusedops.compat._halves import Halves, in_halves
 from fusedops.compat._uma import divides_atoms, has_halves
+from fusedops.wigner.plan import grouped_ends
 
 #: The names in fairchem's data of what depends on edges.
 EDGES = frozenset(("edge_index", "cell_offsets", "nedges", "scatter_target"))
@@ -73,10 +74,10 @@ class ForceStep(torch.nn.Module):
     -----
     Pairs are found anew once twice the farthest move of an atom, besides the cell's strain, and the
     strain times the cutoff add up to more than the skin; and when periodicity or systems change. A
-    graph keeps the memory of a step, and of the weights that it reads. After changes of weights,
-    layers, or the backbone's attributes, the step is captured anew. A capture that fails, as where
-    a model waits for the GPU, leaves the steps to the model, with a warning. Forward hooks of the
-    model's layers run in no replay.
+    graph keeps the memory of a step, and of the weights that it reads, with copies of them. After
+    changes of weights, layers, or the backbone's attributes, the step is captured anew. A capture
+    that fails, as where a model waits for the GPU, leaves the steps to the model, with a warning.
+    Forward hooks of the model's layers run in no replay.
 
     Where the products of SO(2) convolutions may be TF32's, messages of float32 models in fast modes
     (lmax = 2, fairchem 2.23 or newer) are arrays of float16: TF32 and float16 keep 11 binary digits
@@ -288,28 +289,46 @@ class _Captured:
         self.data = copied(data)
         for name, x in _inputs(data):
             self.data[name] = x.detach().clone()
-        pos, cell = self.data["pos"], self.data["cell"]
+        pos = self.data["pos"]
         # Where the pairs were found.
         self.origin = {name: self.data[name].clone() for name in ("pos", "cell", *SYSTEMS)}
         pairs, offsets = self._pairs(data)
-        vectors = _vectors(pos, cell, self.data["batch"], pairs[0], pairs[1], offsets)
+        vectors = _vectors(*_atoms(self.data), pairs, offsets)
         edges = int(_is_inside(vectors.square().sum(1), self.backbone.cutoff).sum())
         #: Places of edges, and of pairs.
         self.space = edges + edges // 64 + 128
         room = pairs.shape[1] + pairs.shape[1] // 16 + 1024
+        #: In the order of their targets, and the order by their sources.
         self.pairs = pairs.new_zeros(2, room)
+        self.by_source = torch.arange(room, device=pos.device)
         self.offsets = pos.new_zeros(room, 3)
-        self.is_pair = torch.zeros(room, dtype=torch.bool, device=pos.device)
-        self.place = torch.arange(self.space, device=pos.device)
-        # One atom after the other, since a sum over an atom's edges is one program's.
-        self.blank = torch.arange(self.space + 1, device=pos.device) % len(pos)
+        # Behind a place of none.
+        self.is_pair = torch.zeros(1 + room, dtype=torch.bool, device=pos.device)
+        #: The targets of pairs, and then the sources in their order.
+        self.atoms = pairs.new_zeros(2 * room)
+        #: Where each atom's begin there, behind the place of none.
+        self.starts = pairs.new_zeros(2, len(pos) + 1)
+        self.number = torch.arange(len(pos) + 1, device=pos.device)
+        # A pair that is no edge gets the first place, which is cut off.
+        self.places = torch.arange(-1, self.space, device=pos.device).repeat(2, 1)
+        self.far = pos.new_tensor([2 * self.backbone.cutoff, 0, 0]).repeat(self.space + 1, 1)
         self._keep(data, pairs, offsets)
         may_halve = pos.dtype == torch.float32 and has_halves(self.backbone)
-        self.halves = Halves() if may_halve else None
+        self.kept = Kept(self.weights, may_halve)
+        #: For numbers that no others depend on, beside the model's.
+        self.aside = torch.cuda.Stream(pos.device) if pos.is_cuda else None
+        self.edges: Any = None
+        self.found: Any = None
         self.outputs: Any = None
+        self.sums: Any = None
         self.report: Any = None
-        graph, _ = captured(self._evaluate, pos.device, shares=False, before=2)
-        self.run = graph.replay
+        # The GPU launches a graph while it runs another one.
+        self.runs = [self._graph(self._choose)]
+        self.runs[0].replay()
+        self.runs += [self._graph(self._evaluate), self._graph(self._look)]
+
+    def _graph(self, compute: Any) -> Any:
+        return captured(compute, self.data["pos"].device, shares=False, before=2)[0]
 
     def _embedded(self, datasets: list[str]) -> Any:
         """Return the datasets' embedding, which fairchem looks up by a number of the host."""
@@ -337,23 +356,41 @@ class _Captured:
 
     def _keep(self, data: Any, pairs: Any, offsets: Any) -> bool:
         """Write pairs into the graph's arrays, if they have the room."""
-        count = pairs.shape[1]
-        if count > len(self.is_pair):
+        count, room = pairs.shape[1], len(self.by_source)
+        if count > room:
             return False
+        order = torch.sort(pairs[1], stable=True).indices
+        pairs = pairs.index_select(1, order)
+        none = torch.zeros_like(pairs, dtype=torch.bool)
+        by_source, sources, _, targets = grouped_ends(pairs, none, len(data["pos"]))
         self.pairs[:, :count] = pairs
-        self.offsets[:count] = offsets
-        self.is_pair[:count] = True
-        self.is_pair[count:] = False
+        self.by_source[:count] = by_source
+        torch.arange(count, room, out=self.by_source[count:])
+        self.offsets[:count] = offsets.index_select(0, order)
+        self.is_pair[1 : 1 + count] = True
+        self.is_pair[1 + count :] = False
+        self.atoms[:count] = pairs[1]
+        self.atoms[room : room + count] = pairs[0].index_select(0, by_source)
+        # The place before the first source is the last target's.
+        self.starts[0], self.starts[1] = targets, torch.where(sources == 0, 0, room + sources)
         if self.backbone.otf_graph:
             for name, x in self.origin.items():
                 x.copy_(data[name].detach())
         return True
 
+    def _read(self, data: Any) -> None:
+        """Copy data into the graph's arrays, all of one dtype at once."""
+        by_dtype: dict[Any, list[tuple[Any, Any]]] = {}
+        for name, x in _inputs(data):
+            by_dtype.setdefault(x.dtype, []).append((self.data[name], x))
+        for pairs in by_dtype.values():
+            to, given = zip(*pairs, strict=True)
+            torch._foreach_copy_(to, given)
+
     def begin(self, data: Any) -> Any:
         """Launch a step, and return copies of its results, or None if there is no room for it."""
         with torch.no_grad():
-            for name, x in _inputs(data):
-                self.data[name].copy_(x)
+            self._read(data)
             # Edges that are given hold for one step.
             if not self.backbone.otf_graph and not self._keep(data, *self._pairs(data)):
                 return None
@@ -362,14 +399,17 @@ class _Captured:
     def finish(self, data: Any, outputs: Any) -> _Found | None:
         """Return the results of a step that has begun, or None if there was no room for it."""
         given = not self.backbone.otf_graph
-        edges, most, nearer, other, close, *sums = self.report.tolist()
-        # A distance may be NaN.
-        if not given and (other or not nearer <= self.skin):
+        changed, edges, most, nearer, other, close, *sums = self._numbers()
+        moved = not given and (other or not nearer <= self.skin)
+        # A distance or a weight may be NaN.
+        if moved or changed != 0:
             with torch.no_grad():
-                if not self._keep(data, *self._pairs(data)):
+                if changed != 0:
+                    self.kept.renew()
+                if moved and not self._keep(data, *self._pairs(data)):
                     return None
                 outputs = self._launched()
-            edges, most, _, _, close, *sums = self.report.tolist()
+            _, edges, most, _, _, close, *sums = self._numbers()
         if edges > self.space:
             return None
         serves = given or (most <= self.backbone.max_neighbors and not close)
@@ -377,8 +417,25 @@ class _Captured:
 
     def _launched(self) -> Any:
         """Launch a replay, and return copies of its results."""
-        self.run()
+        choose, evaluate, look = self.runs
+        choose.replay()
+        if self.aside is None:
+            evaluate.replay()
+            look.replay()
+        else:
+            here: Any = torch.cuda.current_stream(self.aside.device)
+            chosen = here.record_event()
+            evaluate.replay()
+            self.aside.wait_event(chosen)
+            with torch.cuda.stream(self.aside):
+                look.replay()
+            here.wait_stream(self.aside)
         return tree_map_only(torch.Tensor, torch.clone, self.outputs)
+
+    def _numbers(self) -> list[float]:
+        """Return numbers of `_look`, and sums of the results."""
+        found: list[float] = torch.cat([self.report, self.sums]).tolist()
+        return found
 
     def _evaluate(self) -> None:
         """Evaluate the model on the arrays."""
@@ -390,15 +447,29 @@ class _Captured:
             if self.backbone.use_dataset_embedding:
                 looked_up = _replaced(self.backbone.dataset_embedding, forward=self._embedded)
                 stack.enter_context(looked_up)
-            if self.halves is not None:
-                self.halves.renew()
-            stack.callback(in_halves.reset, in_halves.set(self.halves))
+            stack.enter_context(keeping(self.kept, self.data["pos"].device))
             self.outputs = tree_map_only(torch.Tensor, torch.detach, self.model(data))
-        if self.halves is not None:
-            # Of a number beyond float16's range the sums tell, and the model serves the step.
+        self.sums = self.data["pos"].new_zeros(0, dtype=torch.float64)
+        if self.kept.halves:
+            # Of a number beyond float16's range they tell, and the model serves the step.
             found = [x for x in tree_leaves(self.outputs) if isinstance(x, torch.Tensor)]
             sums = [x.sum().double() for x in found if x.is_floating_point()]
-            self.report = torch.cat([self.report, torch.stack(sums)])
+            self.sums = torch.stack(sums)
+
+    def _look(self) -> None:
+        """Find numbers that tell whether weights, pairs and places are those of the step."""
+        with torch.no_grad():
+            squares, edges, degrees = self.found
+            others = [(self.data[name] != self.origin[name]).any() for name in SYSTEMS]
+            numbers = (
+                self.kept.change(torch.zeros_like(edges, dtype=torch.float64)),
+                edges,
+                degrees.max(),
+                self._nearer(*_atoms(self.data)),
+                torch.stack(others).any(),
+                (self.is_pair[1:] & (squares <= _CLOSE**2)).any(),
+            )
+            self.report = torch.stack([number.double() for number in numbers])
 
     def _nearer(self, pos: Any, cell: Any, batch: Any) -> Any:
         """Return an upper bound of how much nearer two atoms within the cutoff may have come, Å.
@@ -416,43 +487,62 @@ class _Captured:
         moved = (pos[:, :, None] * back.index_select(0, batch)).sum(1) - self.origin["pos"]
         return 2 * moved.norm(dim=1).max() + self.backbone.cutoff * strain
 
-    def _edges(self, data: Any) -> dict[str, Any]:
-        """Return fairchem's description of edges, made of the pairs within the cutoff."""
-        pos, cell, batch = data["pos"], data["cell"], data["batch"]
-        cutoff, space = self.backbone.cutoff, self.space
+    def _choose(self) -> None:
+        """Find the edges among the pairs."""
         with torch.no_grad():
-            vectors = _vectors(pos, cell, batch, self.pairs[0], self.pairs[1], self.offsets)
+            vectors = _vectors(*_atoms(self.data), self.pairs, self.offsets)
             squares = vectors.square().sum(1)
-            inside = self.is_pair & _is_inside(squares, cutoff)
-            count = inside.cumsum(0)
-            # Pairs without a place share the last place, which is cut off.
-            at = torch.where(inside, (count - 1).clamp(max=space), space)
-            source, target = (self.blank.scatter(0, at, ends)[:space] for ends in self.pairs)
-            offsets = pos.new_zeros(space + 1, 3).index_copy(0, at, self.offsets)[:space]
-            is_edge = self.place < count[-1]
-            offsets = torch.where(is_edge[:, None], offsets, 0)
-            far = torch.where(is_edge, 0, 2.0 * cutoff).to(pos)
-            degrees = torch.zeros_like(pos[:, 0]).index_add(0, self.pairs[1], inside.to(pos))
-            others = [(self.data[name] != self.origin[name]).any() for name in SYSTEMS]
-            numbers = (
-                count[-1],
-                degrees.max(),
-                self._nearer(pos, cell, batch),
-                torch.stack(others).any(),
-                (self.is_pair & (squares <= _CLOSE**2)).any(),
-            )
-            self.report = torch.stack([number.double() for number in numbers])
-        vectors = _vectors(pos, cell, batch, source, target, offsets)
-        vectors = vectors + torch.nn.functional.pad(far[:, None], (0, 2))
-        index = torch.stack([source, target])
-        data["scatter_target"] = targets_of(index, len(pos))
+            inside = self.is_pair.clone()
+            inside[1:].logical_and_(_is_inside(squares, self.backbone.cutoff))
+            lists, at, degrees, edges = self._lists(inside)
+            far = self.far.index_fill(0, at, 0.0)[1:]
+            offsets = torch.zeros_like(self.far).index_copy_(0, at, self.offsets)[1:]
+            self.edges = lists, offsets, far
+            self.found = squares, edges, degrees
+
+    def _edges(self, data: Any) -> dict[str, Any]:
+        """Return fairchem's description of the edges."""
+        lists, offsets, far = self.edges
+        index = torch.stack(lists[:2])
+        data["scatter_target"] = targets_of(index, lists)
         # fairchem before 2.22 subtracts it from targets.
         data["gp_node_offset"] = 0
+        vectors = _vectors(*_atoms(data), index, offsets) + far
         return {
             "edge_index": index,
             "edge_distance": torch.linalg.norm(vectors, dim=-1),
             "edge_distance_vec": vectors,
         }
+
+    def _lists(self, inside: Any) -> tuple[Any, ...]:
+        """Return the lists of edges, the places of pairs there, atoms' edges, and all edges.
+
+        Places without an edge have room behind the edges of each atom: a sum over an atom's edges
+        is one program's. Edges are in the order of targets.
+        """
+        room = len(self.by_source)
+        inside = torch.cat([inside, inside[1:].index_select(0, self.by_source)])
+        # The edges up to each pair, in the order of targets and then of sources.
+        count = inside.cumsum(0)
+        edges = count[room].clone()
+        count[room + 1 :].sub_(edges)
+        # With more edges than places the step is made again.
+        count.clamp_(max=self.space)
+        starts = count[self.starts]
+        degrees = starts[0].diff()
+        room_before = (self.space - count[room]) * self.number // len(degrees)
+        starts = starts + room_before
+        after = room_before.index_select(0, self.atoms)
+        found, found_by_source = ((count[1:] + after) * inside[1:]).chunk(2)
+        ends = torch.searchsorted(starts, self.places, right=True)
+        target = ends[0] - 1
+        source = target.scatter(0, found, self.pairs[0])
+        # Room ends where both lists of an atom do.
+        moved = (starts[0] - starts[1]).index_select(0, ends[1])
+        by_source = self.places[0] + moved
+        by_source.scatter_(0, found_by_source, found.index_select(0, self.by_source) - 1)
+        ordered = by_source[1:], starts[1], self.places[0, 1:], starts[0]
+        return (source[1:], target[1:], *ordered), found, degrees, edges
 
 
 def _inverse(cell: Any) -> Any:
@@ -465,11 +555,16 @@ def _inverse(cell: Any) -> Any:
 
 def _is_inside(squares: Any, cutoff: float) -> Any:
     """Return whether lengths are below the cutoff, or not finite: the model tells of these."""
-    return ~((squares >= cutoff**2) & squares.isfinite())
+    return squares.nan_to_num(nan=0.0, posinf=0.0) < cutoff**2
 
 
-def _vectors(pos: Any, cell: Any, batch: Any, source: Any, target: Any, offsets: Any) -> Any:
+def _atoms(data: Any) -> tuple[Any, Any, Any]:
+    return data["pos"], data["cell"], data["batch"]
+
+
+def _vectors(pos: Any, cell: Any, batch: Any, ends: Any, offsets: Any) -> Any:
     """Return the vectors from targets to the sources' images."""
+    source, target = ends
     of = cell if len(cell) == 1 else cell.index_select(0, batch.index_select(0, target))
     # A product of matrices might round the cell to TF32.
     shifts = (offsets[:, :, None] * of).sum(1)

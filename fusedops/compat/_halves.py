@@ -10,7 +10,6 @@ order.
 
 from __future__ import annotations
 
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import fusedops._frame.needs_torch  # noqa: F401
@@ -18,37 +17,25 @@ import fusedops._frame.needs_torch  # noqa: F401
 import torch
 from torch.autograd.function import once_differentiable
 
+from fusedops._kept import formed
 from fusedops.so2 import so2_convolution
 
 #: The binary exponent of a block's largest cotangent: sums of some thousand such numbers, and
-#: numbers that are smaller by 2¹⁸, are in float16's range.
-_EXPONENT = 4
+#: numbers that are smaller by 2¹⁷, are in float16's range.
+_EXPONENT = 3
+#: The bits of the least cotangent that is scaled: its factor is a number.
+_LEAST = 32 << 23
 
 
-class Halves:
-    """Frozen weights in float16, of a model whose messages are."""
+def half_of(weight: Any) -> Any:
+    """Return a frozen weight in float16, or None for none."""
+    if weight is None:
+        return None
 
-    def __init__(self) -> None:
-        # With the weights, lest others get their names.
-        self._made: dict[int, tuple[Any, Any]] = {}
+    def make(into: Any) -> Any:
+        return weight.detach().half() if into is None else into.copy_(weight)
 
-    def of(self, weight: Any) -> Any:
-        """Return a weight in float16, or None for none."""
-        if weight is None:
-            return None
-        if id(weight) not in self._made:
-            self._made[id(weight)] = weight, weight.detach().half()
-        return self._made[id(weight)][1]
-
-    def renew(self) -> None:
-        """Read the weights again: torch doesn't tell of every write to them."""
-        if self._made:
-            weights, halves = zip(*self._made.values(), strict=True)
-            torch._foreach_copy_(halves, weights)
-
-
-#: For the forward passes of a context, whose messages are of float16 where this isn't None.
-in_halves: ContextVar[Halves | None] = ContextVar("fusedops_in_halves", default=None)
+    return formed(weight, "float16", make)
 
 
 class Radial(NamedTuple):
@@ -94,20 +81,23 @@ class _OutOf(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Any) -> Any:
         """Return the cotangent, scaled, in float16."""
-        most = torch.linalg.vector_norm(dy, torch.inf).reshape(1)
-        exponent, one = torch.frexp(most).exponent, torch.ones_like(most)
-        ctx.scale.reciprocal = torch.ldexp(one, exponent - _EXPONENT)
-        factor = torch.ldexp(one, _EXPONENT - exponent)
-        return torch.mul(dy, factor, out=torch.empty_like(dy, dtype=torch.float16)), None
+        # Of nodes, and then of all: one sum over so many waits for memory to be set.
+        most = torch.linalg.vector_norm(dy, torch.inf, dim=(1, 2))
+        most = torch.linalg.vector_norm(most, torch.inf, dim=0, keepdim=True)
+        # A float32's exponent, and nothing after it: few launches of one number each.
+        bits = most.view(torch.int32).clamp(min=_LEAST).bitwise_and_(-1 << 23)
+        ctx.scale.reciprocal = bits.sub_(_EXPONENT << 23).view(torch.float32)
+        halves = torch.empty_like(dy, dtype=torch.float16)
+        return torch.div(dy, ctx.scale.reciprocal, out=halves), None
 
 
-def _convolved(layer: Any, message: Any, radial: Any, halves: Halves) -> Any:
+def _convolved(layer: Any, message: Any, radial: Any) -> Any:
     """Return a convolution of messages, and the gates if the layer has any."""
     weights = layer.fc_m0.weight, *[part["fc"].weight for part in layer.so2_m_conv]
     return so2_convolution(
         message,
-        *map(halves.of, weights),
-        bias=halves.of(layer.fc_m0.bias),
+        *map(half_of, weights),
+        bias=half_of(layer.fc_m0.bias),
         radial=radial,
         gate_channels=layer.extra_m0_output_channels or 0,
     )
@@ -117,8 +107,7 @@ def messages(
     layer: Any, x: Any, radial: Radial, edge_index: Any, wigner: Any, wigner_inv: Any, target: Any
 ) -> Any:
     """Return the sums of messages over the edges of each node, by fairchem's ``Edgewise``."""
-    halves, scale, backend = in_halves.get(), _Scale(), layer.backend
-    assert halves is not None
+    scale, backend = _Scale(), layer.backend
 
     def into(x: Any) -> Any:
         return _Into.apply(x, scale)
@@ -127,7 +116,7 @@ def messages(
     found, rest, _ = backend.fused_node_to_edge_conv1_pack(
         into(x), edge_index, into(wigner), functions, x.shape[2]
     )
-    found, gates = _convolved(layer.so2_conv_1, found, rest, halves)
-    found = _convolved(layer.so2_conv_2, layer.act(gates, found), None, halves)
+    found, gates = _convolved(layer.so2_conv_1, found, rest)
+    found = _convolved(layer.so2_conv_2, layer.act(gates, found), None)
     found = backend.permute_wigner_inv_edge_to_node(found, into(wigner_inv), target, x.shape[0])
     return _OutOf.apply(found, scale)

@@ -15,10 +15,11 @@ from fusedops._frame.arrays import allows_tf32
 from fusedops._frame.bridge.modes import has_tangent
 from fusedops._frame.check import traced
 from fusedops._frame.torch_private import private
+from fusedops._kept import formed, kept
 from fusedops._layers import has_hooks, is_plain
 from fusedops._networks import degree_norm, layer_silu, row_linear
 from fusedops._products import linear_products
-from fusedops.compat._halves import Radial, in_halves, messages
+from fusedops.compat._halves import Radial, half_of, messages
 from fusedops.nn import SO2Convolution
 from fusedops.so2 import Layout, gate_activation
 from fusedops.so2.op import WEIGHTS
@@ -119,16 +120,17 @@ class _Radials(torch.nn.Module):
         """Return the radial functions of every layer."""
         own: Any = self
         # Compilers break a graph at a look at the context.
-        halves = None if traced() else in_halves.get()
+        keeper = None if traced() else kept(x.device)
         last = own.fc3_weight, own.fc3_bias
         with linear_products(x):
             h = torch.nn.functional.linear(x, own.W1_cat, own.b1_cat)
             parts = enumerate(h.chunk(self.num_layers, 1))
             hidden = [self._hidden(part, i) for i, part in parts]
-            if halves is None:
+            if keeper is None or not keeper.halves:
                 layers = zip(hidden, *last, strict=True)
                 return [torch.nn.functional.linear(*layer) for layer in layers]
-            return list(map(Radial, hidden, *map(halves.of, last)))
+            weights, biases = [[half_of(x) for x in each] for each in last]
+            return list(map(Radial, hidden, weights, biases))
 
     def _hidden(self, h: Any, i: int) -> Any:
         """Return the input of a layer's last product."""
@@ -328,7 +330,12 @@ class _Linear(torch.nn.Module):
 
     def with_gates(self, x: Any, layer: Any = None) -> Any:
         """Return the features of the next layer, and the gates by a layer of the first row."""
-        rows = self.weight.index_select(0, self.expand_index)
+        of: Any = self.expand_index
+
+        def make(into: Any) -> Any:
+            return torch.index_select(self.weight, 0, of, out=into)
+
+        rows = formed(self.weight, "rows", make)
         gated = (None, None) if layer is None else (layer.weight, layer.bias)
         return row_linear(x, rows, self.bias, *gated)
 

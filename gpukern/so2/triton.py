@@ -21,6 +21,7 @@ import triton.language as tl
 
 from fusedops._frame.check import promoted
 from fusedops._frame.registry import register
+from fusedops._kept import formed
 from fusedops.so2.op import columns, orders, rows_by_degree, weights_of
 from gpukern.launch import Launcher, in_one_dtype, kernel_of_any_size, power, rows_of, wide
 from gpukern.products import (
@@ -239,11 +240,15 @@ def _float(*arrays: Any) -> Any:
 def _block_of(weight: Any) -> Any:
     """Return [[R, -I], [I, R]] of a weight, R above I."""
     rows, width = weight.shape
-    out = torch.empty((rows, 2 * width), dtype=weight.dtype, device=weight.device)
-    integers = out.numel(), rows // 2, width, *weight.stride()
-    programs = -(-out.numel() // _NUMBERS)
-    _launch(_launch_real, programs, 1, (weight, out), integers, _NUMBERS)
-    return out
+
+    def make(into: Any) -> Any:
+        out = weight.new_empty(rows, 2 * width) if into is None else into
+        integers = out.numel(), rows // 2, width, *weight.stride()
+        programs = -(-out.numel() // _NUMBERS)
+        _launch(_launch_real, programs, 1, (weight, out), integers, _NUMBERS)
+        return out
+
+    return formed(weight, "complex", make)
 
 
 def _launch(
