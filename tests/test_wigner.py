@@ -767,3 +767,33 @@ def test_a_step_writes_no_gradient_that_it_lacks_factors_for(monkeypatch):
     torch.testing.assert_close(gradient("triton"), gradient("torch"), rtol=1e-4, atol=1e-4)
     assert calls
     assert all(factors is not None or dfactors is None for factors, dfactors in calls)
+
+
+@pytest.mark.parametrize("lmax", [1, 2, 4])
+@pytest.mark.parametrize("bound", ["_WITH_PRODUCTS", "_FEW"])
+def test_gradients_are_those_of_few_and_of_many_nodes(monkeypatch, bound, lmax):
+    """Few nodes leave the gradients of matrices to edges, and take programs of few channels."""
+    available("torch", "triton")
+    from gpukern.wigner import triton as kernels
+
+    edges, generator = fusedops.Edges(ENDS, NODES), torch.Generator().manual_seed(lmax)
+
+    def numbers(*shape):
+        return torch.randn(shape, generator=generator, requires_grad=True)
+
+    count = ENDS.shape[1]
+    x, wigner = numbers(NODES, (lmax + 1) ** 2, 24), numbers(count, *matrix_size(lmax, packed=True))
+    radial = numbers(count, function_rows(lmax, min(lmax, 2)) * 48)
+
+    def gradients(backend):
+        out = fusedops.node_to_edge_wigner_permute(
+            x, edges, wigner, mmax=min(lmax, 2), radial=radial, backend=backend
+        )
+        return torch.autograd.grad(out.square().sum(), (x, wigner, radial))
+
+    few = gradients("triton")
+    monkeypatch.setattr(kernels, bound, {"_WITH_PRODUCTS": 0, "_FEW": ()}[bound])
+    many = gradients("triton")
+    for a, b, c in zip(few, many, gradients("torch"), strict=True):
+        torch.testing.assert_close(a, c, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(b, c, rtol=1e-4, atol=1e-4)
