@@ -720,11 +720,11 @@ def test_a_force_step_makes_room(uncaptured):
     step, data = uma.ForceStep(ours, skin=0.2), systems(1)
     for _ in range(2):
         stepped(step, data, 1e-10)
-    before = step._captured.space
+    before = step._captured.pairs.space
     for name in ("pos", "cell"):
         data[name] = 0.7 * data[name]
     stepped(step, data, 1e-10)
-    assert step._captured.space > before
+    assert step._captured.pairs.space > before
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -1,9 +1,9 @@
 """Force steps of fairchem's UMA models by CUDA graphs: a replay finds edges, energy and forces.
 
-A graph's arrays have fixed sizes, so there is room for some more edges. A place without an edge
-holds one of an atom to itself, of twice the cutoff's length, where the envelope is zero. fairchem
-finds the pairs of atoms up to the cutoff and a skin; in every step the graph takes the edges from
-them, until two atoms may have come nearer by the skin (Verlet, Phys. Rev. 159 (1967) 98).
+fairchem finds the pairs of atoms up to the cutoff and a skin; in every step a graph takes the edges
+from them, until two atoms may have come nearer by the skin (Verlet, Phys. Rev. 159 (1967) 98). A
+step is three graphs: the edges, the model, and, beside it, numbers that tell whether the results
+are the model's. The GPU runs one while the host launches the next.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fusedops._frame.check import positive, refuse, traced, warn
 from fusedops._kept import Kept, keeping
 from fusedops.compat._edges import targets_of
 from fusedops.compat._graphs import captured
+from fusedops.compat._pairs import Pairs, inside, vectors
 from fusedops.compat._uma import divides_atoms, has_halves
-from fusedops.wigner.plan import grouped_ends
 
 #: The names in fairchem's data of what depends on edges.
 EDGES = frozenset(("edge_index", "cell_offsets", "nedges", "scatter_target"))
@@ -293,36 +293,18 @@ class _Captured:
         # Where the pairs were found.
         self.origin = {name: self.data[name].clone() for name in ("pos", "cell", *SYSTEMS)}
         pairs, offsets = self._pairs(data)
-        vectors = _vectors(*_atoms(self.data), pairs, offsets)
-        edges = int(_is_inside(vectors.square().sum(1), self.backbone.cutoff).sum())
-        #: Places of edges, and of pairs.
-        self.space = edges + edges // 64 + 128
-        room = pairs.shape[1] + pairs.shape[1] // 16 + 1024
-        #: In the order of their targets, and the order by their sources.
-        self.pairs = pairs.new_zeros(2, room)
-        self.by_source = torch.arange(room, device=pos.device)
-        self.offsets = pos.new_zeros(room, 3)
-        # Behind a place of none.
-        self.is_pair = torch.zeros(1 + room, dtype=torch.bool, device=pos.device)
-        #: The targets of pairs, and then the sources in their order.
-        self.atoms = pairs.new_zeros(2 * room)
-        #: Where each atom's begin there, behind the place of none.
-        self.starts = pairs.new_zeros(2, len(pos) + 1)
-        self.number = torch.arange(len(pos) + 1, device=pos.device)
-        # A pair that is no edge gets the first place, which is cut off.
-        self.places = torch.arange(-1, self.space, device=pos.device).repeat(2, 1)
-        self.far = pos.new_tensor([2 * self.backbone.cutoff, 0, 0]).repeat(self.space + 1, 1)
+        cutoff = self.backbone.cutoff
+        squares = vectors(*_atoms(self.data), pairs, offsets).square().sum(1)
+        self.pairs = Pairs(pos, pairs, int(inside(squares, cutoff).sum()), cutoff)
         self._keep(data, pairs, offsets)
         may_halve = pos.dtype == torch.float32 and has_halves(self.backbone)
         self.kept = Kept(self.weights, may_halve)
         #: For numbers that no others depend on, beside the model's.
         self.aside = torch.cuda.Stream(pos.device) if pos.is_cuda else None
         self.edges: Any = None
-        self.found: Any = None
         self.outputs: Any = None
         self.sums: Any = None
         self.report: Any = None
-        # The GPU launches a graph while it runs another one.
         self.runs = [self._graph(self._choose)]
         self.runs[0].replay()
         self.runs += [self._graph(self._evaluate), self._graph(self._look)]
@@ -356,23 +338,8 @@ class _Captured:
 
     def _keep(self, data: Any, pairs: Any, offsets: Any) -> bool:
         """Write pairs into the graph's arrays, if they have the room."""
-        count, room = pairs.shape[1], len(self.by_source)
-        if count > room:
+        if not self.pairs.keep(pairs, offsets):
             return False
-        order = torch.sort(pairs[1], stable=True).indices
-        pairs = pairs.index_select(1, order)
-        none = torch.zeros_like(pairs, dtype=torch.bool)
-        by_source, sources, _, targets = grouped_ends(pairs, none, len(data["pos"]))
-        self.pairs[:, :count] = pairs
-        self.by_source[:count] = by_source
-        torch.arange(count, room, out=self.by_source[count:])
-        self.offsets[:count] = offsets.index_select(0, order)
-        self.is_pair[1 : 1 + count] = True
-        self.is_pair[1 + count :] = False
-        self.atoms[:count] = pairs[1]
-        self.atoms[room : room + count] = pairs[0].index_select(0, by_source)
-        # The place before the first source is the last target's.
-        self.starts[0], self.starts[1] = targets, torch.where(sources == 0, 0, room + sources)
         if self.backbone.otf_graph:
             for name, x in self.origin.items():
                 x.copy_(data[name].detach())
@@ -410,7 +377,7 @@ class _Captured:
                     return None
                 outputs = self._launched()
             _, edges, most, _, _, close, *sums = self._numbers()
-        if edges > self.space:
+        if edges > self.pairs.space:
             return None
         serves = given or (most <= self.backbone.max_neighbors and not close)
         return _Found(outputs, serves and all(map(math.isfinite, sums)))
@@ -459,15 +426,15 @@ class _Captured:
     def _look(self) -> None:
         """Find numbers that tell whether weights, pairs and places are those of the step."""
         with torch.no_grad():
-            squares, edges, degrees = self.found
+            edges = self.edges
             others = [(self.data[name] != self.origin[name]).any() for name in SYSTEMS]
             numbers = (
-                self.kept.change(torch.zeros_like(edges, dtype=torch.float64)),
-                edges,
-                degrees.max(),
+                self.kept.change(torch.zeros_like(edges.total, dtype=torch.float64)),
+                edges.total,
+                edges.degrees.max(),
                 self._nearer(*_atoms(self.data)),
                 torch.stack(others).any(),
-                (self.is_pair[1:] & (squares <= _CLOSE**2)).any(),
+                (self.pairs.are_pairs[1:] & (edges.squares <= _CLOSE**2)).any(),
             )
             self.report = torch.stack([number.double() for number in numbers])
 
@@ -490,59 +457,21 @@ class _Captured:
     def _choose(self) -> None:
         """Find the edges among the pairs."""
         with torch.no_grad():
-            vectors = _vectors(*_atoms(self.data), self.pairs, self.offsets)
-            squares = vectors.square().sum(1)
-            inside = self.is_pair.clone()
-            inside[1:].logical_and_(_is_inside(squares, self.backbone.cutoff))
-            lists, at, degrees, edges = self._lists(inside)
-            far = self.far.index_fill(0, at, 0.0)[1:]
-            offsets = torch.zeros_like(self.far).index_copy_(0, at, self.offsets)[1:]
-            self.edges = lists, offsets, far
-            self.found = squares, edges, degrees
+            self.edges = self.pairs.choose(*_atoms(self.data))
 
     def _edges(self, data: Any) -> dict[str, Any]:
         """Return fairchem's description of the edges."""
-        lists, offsets, far = self.edges
-        index = torch.stack(lists[:2])
-        data["scatter_target"] = targets_of(index, lists)
+        edges = self.edges
+        index = torch.stack(edges.lists[:2])
+        data["scatter_target"] = targets_of(index, edges.lists)
         # fairchem before 2.22 subtracts it from targets.
         data["gp_node_offset"] = 0
-        vectors = _vectors(*_atoms(data), index, offsets) + far
+        found = vectors(*_atoms(data), index, edges.offsets) + edges.far
         return {
             "edge_index": index,
-            "edge_distance": torch.linalg.norm(vectors, dim=-1),
-            "edge_distance_vec": vectors,
+            "edge_distance": torch.linalg.norm(found, dim=-1),
+            "edge_distance_vec": found,
         }
-
-    def _lists(self, inside: Any) -> tuple[Any, ...]:
-        """Return the lists of edges, the places of pairs there, atoms' edges, and all edges.
-
-        Places without an edge have room behind the edges of each atom: a sum over an atom's edges
-        is one program's. Edges are in the order of targets.
-        """
-        room = len(self.by_source)
-        inside = torch.cat([inside, inside[1:].index_select(0, self.by_source)])
-        # The edges up to each pair, in the order of targets and then of sources.
-        count = inside.cumsum(0)
-        edges = count[room].clone()
-        count[room + 1 :].sub_(edges)
-        # With more edges than places the step is made again.
-        count.clamp_(max=self.space)
-        starts = count[self.starts]
-        degrees = starts[0].diff()
-        room_before = (self.space - count[room]) * self.number // len(degrees)
-        starts = starts + room_before
-        after = room_before.index_select(0, self.atoms)
-        found, found_by_source = ((count[1:] + after) * inside[1:]).chunk(2)
-        ends = torch.searchsorted(starts, self.places, right=True)
-        target = ends[0] - 1
-        source = target.scatter(0, found, self.pairs[0])
-        # Room ends where both lists of an atom do.
-        moved = (starts[0] - starts[1]).index_select(0, ends[1])
-        by_source = self.places[0] + moved
-        by_source.scatter_(0, found_by_source, found.index_select(0, self.by_source) - 1)
-        ordered = by_source[1:], starts[1], self.places[0, 1:], starts[0]
-        return (source[1:], target[1:], *ordered), found, degrees, edges
 
 
 def _inverse(cell: Any) -> Any:
@@ -553,22 +482,8 @@ def _inverse(cell: Any) -> Any:
     return torch.stack(columns, 2) / volume[:, None, None]
 
 
-def _is_inside(squares: Any, cutoff: float) -> Any:
-    """Return whether lengths are below the cutoff, or not finite: the model tells of these."""
-    return squares.nan_to_num(nan=0.0, posinf=0.0) < cutoff**2
-
-
 def _atoms(data: Any) -> tuple[Any, Any, Any]:
     return data["pos"], data["cell"], data["batch"]
-
-
-def _vectors(pos: Any, cell: Any, batch: Any, ends: Any, offsets: Any) -> Any:
-    """Return the vectors from targets to the sources' images."""
-    source, target = ends
-    of = cell if len(cell) == 1 else cell.index_select(0, batch.index_select(0, target))
-    # A product of matrices might round the cell to TF32.
-    shifts = (offsets[:, :, None] * of).sum(1)
-    return pos.index_select(0, source) - pos.index_select(0, target) + shifts
 
 
 @contextlib.contextmanager
