@@ -23,87 +23,84 @@ class Kept:
     Parameters
     ----------
     weights : iterable of tensors
-        Whose memory stays where it is.
+        Their memory is kept, too: a graph may read it when a model has other weights.
+    device : torch.device
+        Of the kernels.
     halves : bool
         Whether messages are of float16, and forms of their weights, too.
     """
 
-    def __init__(self, weights: Iterable[Any], halves: bool = False) -> None:
-        self.halves = halves
-        #: By memory: weights, or none of a form's.
-        self._weights: dict[int, list[Any]] = {}
-        for x in weights:
-            self._weights.setdefault(_memory(x), []).append(x)
-        self._then: dict[int, list[Any]] = {}
+    def __init__(self, weights: Iterable[Any], device: Any, halves: bool = False) -> None:
+        self.device, self.halves = device, halves
+        self._weights = [x.detach() for x in weights]
+        #: All bytes of the weights' memory, by its address, and none of a form's.
+        self._bytes: dict[int, Any] = {_memory(x): _bytes(x) for x in self._weights if _memory(x)}
+        #: What the bytes were when the first form of a weight was made.
+        self._then: dict[int, Any] = {}
         self._forms: dict[Any, tuple[Any, Callable[[Any], Any]]] = {}
 
     def form(self, weight: Any, name: str, make: Callable[..., Form]) -> Form:
         """Return the form of a weight, or of a form, that was made before."""
         memory = _memory(weight)
-        if memory not in self._weights:
+        if memory not in self._bytes:
             return make(None)
         key = memory, weight.storage_offset(), weight.shape, weight.stride(), weight.dtype, name
         if key not in self._forms:
-            if memory not in self._then:
-                self._then[memory] = [x.clone() for x in self._weights[memory]]
+            if self._bytes[memory] is not None and memory not in self._then:
+                self._then[memory] = self._bytes[memory].clone()
             made = make(None)
             self._forms[key] = made, make
             for x in made if isinstance(made, tuple) else [made]:
-                if hasattr(x, "untyped_storage"):
-                    self._weights.setdefault(_memory(x), [])
+                if isinstance(x, torch.Tensor):
+                    self._bytes.setdefault(_memory(x), None)
         return self._forms[key][0]
 
-    def change(self, zero: Any) -> Any:
-        """Return the largest change of a weight since its forms were made, at least a zero."""
-        now, then = self._pairs()
-        if not now:
-            return zero
-        changes = torch._foreach_norm(torch._foreach_sub(now, then), torch.inf)
-        # One that is no number stays.
-        return torch.stack([zero, *[change.to(zero) for change in changes]]).max()
+    def changed(self) -> Any:
+        """Return whether a weight has changed since its forms were made."""
+        if not self._then:
+            return torch.zeros((), dtype=torch.bool, device=self.device)
+        now = torch.cat([self._bytes[memory] for memory in self._then])
+        return (now != torch.cat([*self._then.values()])).any()
 
     def renew(self) -> None:
         """Make all forms again, in their memory."""
-        for now, then in zip(*self._pairs(), strict=True):
-            then.copy_(now)
+        for memory, then in self._then.items():
+            then.copy_(self._bytes[memory])
         for made, make in self._forms.values():
             make(made)
 
-    def _pairs(self) -> tuple[list[Any], list[Any]]:
-        """Return the weights that have forms, and what they were when these were made."""
-        now = [x for memory in self._then for x in self._weights[memory]]
-        return now, [x for then in self._then.values() for x in then]
-
 
 def _memory(x: Any) -> int:
-    address: int = x.untyped_storage().data_ptr()
-    return address
+    """Return the address of a tensor's memory, or 0 where it has none of its own."""
+    return x.untyped_storage().data_ptr() if x.data_ptr() else 0
 
 
-#: With the streams of their contexts.
-_keepers: list[tuple[Kept, Any]] = []
+def _bytes(x: Any) -> Any:
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+
+
+#: With the stream of its context.
+_keeper: tuple[Kept, Any] | None = None
 
 
 @contextlib.contextmanager
-def keeping(keeper: Kept, device: Any) -> Iterator[None]:
+def keeping(keeper: Kept) -> Iterator[None]:
     """Let kernels keep forms in a ``with`` block, where they are launched in its stream.
 
     Autograd launches them from threads of its own, which get no context.
     """
-    _keepers.append((keeper, _stream(device)))
+    global _keeper
+    before, _keeper = _keeper, (keeper, _stream(keeper.device))
     try:
         yield
     finally:
-        _keepers.pop()
+        _keeper = before
 
 
 def kept(device: Any) -> Kept | None:
     """Return what keeps forms for the current stream of a device."""
-    if _keepers:
-        keeper, stream = _keepers[-1]
-        if _stream(device) == stream:
-            return keeper
-    return None
+    found = _keeper
+    return found[0] if found is not None and found[1] == _stream(device) else None
 
 
 def _stream(device: Any) -> Any:

@@ -278,14 +278,12 @@ class _Found(NamedTuple):
 
 
 class _Captured:
-    """A graph of a model's step, for data of one kind, and the arrays that it reads and writes."""
+    """Graphs of a model's step, for data of one kind, and the arrays that they read and write."""
 
     def __init__(self, model: Any, data: Any, skin: float) -> None:
         self.model, self.skin = model, skin
         modules = list(model.modules())
         (self.backbone,) = _backbones(modules)
-        #: Their memory, which a replay may still read when the model has others.
-        self.weights = [x.detach() for x in _tensors(modules)]
         self.data = copied(data)
         for name, x in _inputs(data):
             self.data[name] = x.detach().clone()
@@ -298,7 +296,7 @@ class _Captured:
         self.pairs = Pairs(pos, pairs, int(inside(squares, cutoff).sum()), cutoff)
         self._keep(data, pairs, offsets)
         may_halve = pos.dtype == torch.float32 and has_halves(self.backbone)
-        self.kept = Kept(self.weights, may_halve)
+        self.kept = Kept(_tensors(modules), pos.device, may_halve)
         #: For numbers that no others depend on, beside the model's.
         self.aside = torch.cuda.Stream(pos.device) if pos.is_cuda else None
         self.edges: Any = None
@@ -306,6 +304,7 @@ class _Captured:
         self.sums: Any = None
         self.report: Any = None
         self.runs = [self._graph(self._choose)]
+        # The others are evaluated before they are captured, and need edges.
         self.runs[0].replay()
         self.runs += [self._graph(self._evaluate), self._graph(self._look)]
 
@@ -368,10 +367,10 @@ class _Captured:
         given = not self.backbone.otf_graph
         changed, edges, most, nearer, other, close, *sums = self._numbers()
         moved = not given and (other or not nearer <= self.skin)
-        # A distance or a weight may be NaN.
-        if moved or changed != 0:
+        # A distance may be NaN.
+        if moved or changed:
             with torch.no_grad():
-                if changed != 0:
+                if changed:
                     self.kept.renew()
                 if moved and not self._keep(data, *self._pairs(data)):
                     return None
@@ -414,7 +413,7 @@ class _Captured:
             if self.backbone.use_dataset_embedding:
                 looked_up = _replaced(self.backbone.dataset_embedding, forward=self._embedded)
                 stack.enter_context(looked_up)
-            stack.enter_context(keeping(self.kept, self.data["pos"].device))
+            stack.enter_context(keeping(self.kept))
             self.outputs = tree_map_only(torch.Tensor, torch.detach, self.model(data))
         self.sums = self.data["pos"].new_zeros(0, dtype=torch.float64)
         if self.kept.halves:
@@ -429,7 +428,7 @@ class _Captured:
             edges = self.edges
             others = [(self.data[name] != self.origin[name]).any() for name in SYSTEMS]
             numbers = (
-                self.kept.change(torch.zeros_like(edges.total, dtype=torch.float64)),
+                self.kept.changed().to(edges.total),
                 edges.total,
                 edges.degrees.max(),
                 self._nearer(*_atoms(self.data)),

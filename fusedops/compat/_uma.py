@@ -119,7 +119,7 @@ class _Radials(torch.nn.Module):
     def forward(self, x: Any) -> Any:
         """Return the radial functions of every layer."""
         own: Any = self
-        # Compilers break a graph at a look at the context.
+        # Compilers can't ask for a stream.
         keeper = None if traced() else kept(x.device)
         last = own.fc3_weight, own.fc3_bias
         with linear_products(x):

@@ -719,7 +719,7 @@ def edge_wigner(a: Any, y: Any) -> None:
     # The gradients of matrices and factors are products of messages and nodes.
     products = dwigner is not None or dfactors is not None
     rows = 0 if dx is None else dx.shape[0]
-    by_edge = dmessage is not None or (products and rows < _WITH_PRODUCTS)
+    by_edge = dmessage is not None or (products and (dx is None or rows < _WITH_PRODUCTS))
     by_node = products and not by_edge and nodes > 0
     dots_by_node = by_node and dwigner is not None
     kind = tl.float64 if float64 else tl.float32
