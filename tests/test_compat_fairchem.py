@@ -86,9 +86,8 @@ def model(mode, lmax=2, mmax=2, dtype=torch.float64, prepared=True, **options):
         cutoff=4.0,
         otf_graph=True,
         chg_spin_emb_type="rand_emb",
-        dataset_list=["omat"],
         execution_mode=mode,
-        **{"direct_forces": False, **options},
+        **{"direct_forces": False, "dataset_list": ["omat"], **options},
     )
     head = escn_md.MLP_EFS_Head(backbone, prefix=None, wrap_property=False)
     backbone.eval().to(dtype)
@@ -604,6 +603,66 @@ def half(mode="umas_fast_gpu", **options):
     return ours, uma.ForceStep(ours)
 
 
+def of_datasets(kind, dtype=torch.float64, device="cpu", merged=True):
+    """Return a model whose head is merged for one of several datasets, as published ones are."""
+    names = ["omat", "omat_more", "omol"]
+    backbone, _ = model("umas_fast_gpu", dtype=dtype, regress_stress=True, dataset_list=names)
+    head = getattr(escn_moe, kind)(
+        backbone=backbone,
+        dataset_names=names,
+        head_cls="fairchem.core.models.uma.escn_md.MLP_EFS_Head",
+        wrap_property=False,
+        head_kwargs={"prefix": None, "wrap_property": False},
+    )
+    if merged:
+        head = head.eval().to(dtype).prepare_for_inference(crystal(dtype), SETTINGS)
+    return Forces(backbone, head.to(dtype)).to(device)
+
+
+WRAPPERS = ["DatasetSpecificSingleHeadWrapper", "DatasetSpecificMoEWrapper"]
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_a_force_step_of_a_model_for_several_datasets(uncaptured, monkeypatch, kind):
+    ours = of_datasets(kind)
+    step, data = uma.ForceStep(ours), systems(1)
+    want = ours(data.clone())
+    step(data.clone())
+
+    def wait(tensor):
+        raise RuntimeError("a capture can't wait for the host")
+
+    monkeypatch.setattr(torch.Tensor, "cpu", wait)
+    found = step(data.clone())
+    assert step._captured is not None
+    assert list(found) == list(want)
+    for name, x in found.items():
+        assert x.isnan().all() == (not name.startswith("omat_") or "more" in name)
+        torch.testing.assert_close(x, want[name], rtol=0, atol=1e-10, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_heads_that_are_not_merged_are_the_models(uncaptured, kind):
+    step, data = uma.ForceStep(of_datasets(kind, merged=False)), systems(1)
+    for _ in range(3):
+        assert stepped(step, data, 1e-10) == 1
+    assert step._captured is None
+
+
+@needs_fused
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_halves_of_a_model_for_several_datasets(uncaptured, kind):
+    uma.register(turbo=True, precision="tf32")
+    step, data = uma.ForceStep(of_datasets(kind, dtype=torch.float32)), systems(1, torch.float32)
+    for _ in range(3):
+        calls = step.model.calls
+        found = step(data.clone())
+    assert step._captured.kept.halves
+    # The model itself made none of the last step.
+    assert step.model.calls == calls + 1
+    assert found["omat_forces"].isfinite().all()
+
+
 @needs_fused
 @pytest.mark.parametrize("count", [1, 2])
 def test_messages_of_a_force_step_in_halves(uncaptured, count):
@@ -1068,6 +1127,22 @@ def test_a_predictor_has_force_steps(monkeypatch):
     finally:
         uma.unregister()
     assert (predict.MLIPPredictUnit._lazy_init, predict.MLIPPredictUnit._load_nitro_model) == own
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_a_model_for_several_datasets_by_a_graph(kind):
+    uma.register(turbo=True)
+    try:
+        step, data = uma.ForceStep(of_datasets(kind, device="cuda")), systems(1, device="cuda")
+        for _ in range(3):
+            want, calls = step.model(data.clone()), step.model.calls
+            found = step(data.clone())
+            for name, x in found.items():
+                torch.testing.assert_close(x, want[name], rtol=0, atol=1e-8, equal_nan=True)
+        assert step.model.calls == calls
+    finally:
+        uma.unregister()
 
 
 @pytest.mark.gpu

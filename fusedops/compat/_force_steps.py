@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import fusedops._frame.needs_torch  # noqa: F401
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten_with_path, tree_map_only
 
 from fusedops._frame.arrays import allows_tf32
 from fusedops._frame.bridge.modes import transforms
@@ -49,9 +49,9 @@ class ForceStep(torch.nn.Module):
     replay; atoms, elements, cells, charges and spins may change between. A replay takes the time of
     the GPU's kernels alone. It gives the model's results, without gradients, and is served where
     the model would give forces without gradients too: for tensors on a GPU, in evaluation, with
-    frozen weights, without Hessians, activation checkpointing and a mixture of experts that isn't
-    merged. All else, such as an atom with more neighbours than fairchem keeps, or within 0.01 Å of
-    another, is served by the model itself.
+    frozen weights, without Hessians and activation checkpointing, and with experts and heads of
+    several datasets merged. All else, such as an atom with more neighbours than fairchem keeps, or
+    within 0.01 Å of another, is served by the model itself.
 
     Parameters
     ----------
@@ -209,7 +209,7 @@ class ForceStep(torch.nn.Module):
             any([m.training for m in modules])
             or not _have_force_steps(backbones)
             or any([x.requires_grad for x in tensors])
-            or any(map(_divides_edges, modules))
+            or any(map(_divides, modules))
         ):
             return None
         settings = {**vars(backbones[0]), **vars(backbones[0].regress_config)}
@@ -234,10 +234,17 @@ def _have_force_steps(backbones: list[Any]) -> bool:
     return bool(asked[0].forces or asked[0].stress)
 
 
-def _divides_edges(module: Any) -> bool:
-    """Return whether a module divides edges among experts or checkpoints, by the host's numbers."""
-    chunk = vars(module).get("activation_checkpoint_chunk_size")
-    return type(module).__name__.startswith("MOLE") or chunk is not None
+def _divides(module: Any) -> bool:
+    """Return whether a module divides edges or atoms by numbers of the host.
+
+    There are experts, checkpoints, and heads of several datasets that aren't merged for one.
+    """
+    own = vars(module)
+    return (
+        type(module).__name__.startswith("MOLE")
+        or own.get("activation_checkpoint_chunk_size") is not None
+        or own.get("merged_on_dataset", "") is None
+    )
 
 
 def _backbones(modules: Iterable[Any]) -> list[Any]:
@@ -408,6 +415,7 @@ class _Captured:
         data = copied(self.data)
         for name, x in _inputs(data):
             data[name] = x.detach()
+        data["batch"] = data["batch"].as_subclass(_OnGPU)
         with contextlib.ExitStack() as stack:
             stack.enter_context(_replaced(self.backbone, _generate_graph=self._edges))
             if self.backbone.use_dataset_embedding:
@@ -418,9 +426,8 @@ class _Captured:
         self.sums = self.data["pos"].new_zeros(0, dtype=torch.float64)
         if self.kept.halves:
             # Of a number beyond float16's range they tell, and the model serves the step.
-            found = [x for x in tree_leaves(self.outputs) if isinstance(x, torch.Tensor)]
-            sums = [x.sum().double() for x in found if x.is_floating_point()]
-            self.sums = torch.stack(sums)
+            found = [x for x in _of_dataset(self.model, self.outputs) if x.is_floating_point()]
+            self.sums = torch.stack([x.sum().double() for x in found])
 
     def _look(self) -> None:
         """Find numbers that tell whether weights, pairs and places are those of the step."""
@@ -471,6 +478,40 @@ class _Captured:
             "edge_distance": torch.linalg.norm(found, dim=-1),
             "edge_distance_vec": found,
         }
+
+
+class _OnGPU(torch.Tensor):
+    """A tensor that has no copy on the host.
+
+    fairchem's heads for several datasets make one of the atoms' systems, and drop it when the model
+    is merged.
+    """
+
+    # As of parameters: results of operations are plain tensors.
+    __torch_function__: Any = torch.nn.Parameter.__torch_function__
+
+    def cpu(self, *_: Any, **__: Any) -> Any:
+        """Return the tensor."""
+        return self
+
+
+def _of_dataset(model: Any, outputs: Any) -> list[Any]:
+    """Return all tensors of results but other datasets', which a merged head fills with NaN."""
+    merged = [vars(m) for m in model.modules() if vars(m).get("merged_on_dataset")]
+    # By name, which of these names' beginnings may be another's.
+    others = {name: name != m["merged_on_dataset"] for m in merged for name in m["dataset_names"]}
+
+    def is_others(key: Any) -> bool:
+        names = [name for name in others if str(key).startswith(f"{name}_")]
+        return bool(names) and others[max(names, key=len)]
+
+    found = tree_flatten_with_path(outputs)[0]
+    return [
+        x
+        for path, x in found
+        if isinstance(x, torch.Tensor)
+        and not any(is_others(getattr(step, "key", "")) for step in path)
+    ]
 
 
 def _inverse(cell: Any) -> Any:
