@@ -18,6 +18,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
 with warnings.catch_warnings():
     # fairchem and its packages warn as they are imported.
     warnings.simplefilter("ignore")
@@ -603,10 +605,10 @@ def half(mode="umas_fast_gpu", **options):
     return ours, uma.ForceStep(ours)
 
 
-def of_datasets(kind, dtype=torch.float64, device="cpu", merged=True):
+def of_datasets(kind, mode="umas_fast_gpu", dtype=torch.float64, device="cpu", merged=True):
     """Return a model whose head is merged for one of several datasets, as published ones are."""
     names = ["omat", "omat_more", "omol"]
-    backbone, _ = model("umas_fast_gpu", dtype=dtype, regress_stress=True, dataset_list=names)
+    backbone, _ = model(mode, dtype=dtype, regress_stress=True, dataset_list=names)
     head = getattr(escn_moe, kind)(
         backbone=backbone,
         dataset_names=names,
@@ -639,6 +641,45 @@ def test_a_force_step_of_a_model_for_several_datasets(uncaptured, monkeypatch, k
     for name, x in found.items():
         assert x.isnan().all() == (not name.startswith("omat_") or "more" in name)
         torch.testing.assert_close(x, want[name], rtol=0, atol=1e-10, equal_nan=True)
+
+
+class WithoutWaiting(TorchDispatchMode):
+    """Refuses operations for which the host waits, as a capture does."""
+
+    WAITS = "_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "_assert_async"
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__.removeprefix("_")
+        by_mask = name.startswith("index") and any(
+            x is not None and x.dtype == torch.bool
+            for at in args[1:2]
+            if isinstance(at, (list, tuple))
+            for x in at
+        )
+        if by_mask or function.overloadpacket.__name__.startswith(self.WAITS):
+            raise RuntimeError(f"a capture can't wait for {function}")
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("mode", ["general", "umas_fast_gpu"])
+@pytest.mark.parametrize("kind", [None, *WRAPPERS])
+def test_a_capture_waits_for_nothing(uncaptured, monkeypatch, kind, mode):
+    def anew(compute, device, **options):
+        def replay():
+            with WithoutWaiting():
+                compute()
+
+        return types.SimpleNamespace(replay=replay), None
+
+    monkeypatch.setattr(_force_steps, "captured", anew)
+    if kind is None:
+        ours = Forces(*model(mode, regress_stress=True))
+    else:
+        ours = of_datasets(kind, mode=mode)
+    step, data = uma.ForceStep(ours), systems(2)
+    for _ in range(3):
+        step(data.clone())
+    assert step._captured is not None
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
