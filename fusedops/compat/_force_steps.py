@@ -498,7 +498,7 @@ class _OnGPU(torch.Tensor):
 def _of_dataset(model: Any, outputs: Any) -> list[Any]:
     """Return all tensors of results but other datasets', which a merged head fills with NaN."""
     merged = [vars(m) for m in model.modules() if vars(m).get("merged_on_dataset")]
-    # By name, which of these names' beginnings may be another's.
+    # A name may begin with another one.
     others = {name: name != m["merged_on_dataset"] for m in merged for name in m["dataset_names"]}
 
     def is_others(key: Any) -> bool:
