@@ -1,4 +1,4 @@
-"""What kernels make of frozen weights alone, kept from one replay of a CUDA graph to the next.
+"""Forms of frozen weights that kernels keep from one replay of a CUDA graph to the next.
 
 Halves of a weight, say, cost a graph's kernels more launches than the products that take them.
 Torch doesn't tell of every write to a weight, so a copy of each is kept, for a graph to compare.
@@ -18,7 +18,7 @@ Form = TypeVar("Form")
 
 
 class Kept:
-    """Forms of weights, made once and again after `renew`.
+    """Forms of weights, made once, and again by `renew`.
 
     Parameters
     ----------
@@ -33,10 +33,10 @@ class Kept:
     def __init__(self, weights: Iterable[Any], device: Any, halves: bool = False) -> None:
         self.device, self.halves = device, halves
         self._weights = [x.detach() for x in weights]
-        #: All bytes of the weights' memory, by its address, and none of a form's.
+        #: The bytes of each weight's memory by its address, and None for a form's.
         self._bytes: dict[int, Any] = {_memory(x): _bytes(x) for x in self._weights if _memory(x)}
-        #: What the bytes were when the first form of a weight was made.
-        self._then: dict[int, Any] = {}
+        #: Copies of the bytes, of when the first form of a weight was made.
+        self._copies: dict[int, Any] = {}
         self._forms: dict[Any, tuple[Any, Callable[[Any], Any]]] = {}
 
     def form(self, weight: Any, name: str, make: Callable[..., Form]) -> Form:
@@ -46,8 +46,8 @@ class Kept:
             return make(None)
         key = memory, weight.storage_offset(), weight.shape, weight.stride(), weight.dtype, name
         if key not in self._forms:
-            if self._bytes[memory] is not None and memory not in self._then:
-                self._then[memory] = self._bytes[memory].clone()
+            if self._bytes[memory] is not None and memory not in self._copies:
+                self._copies[memory] = self._bytes[memory].clone()
             made = make(None)
             self._forms[key] = made, make
             for x in made if isinstance(made, tuple) else [made]:
@@ -57,15 +57,15 @@ class Kept:
 
     def changed(self) -> Any:
         """Return whether a weight has changed since its forms were made."""
-        if not self._then:
+        if not self._copies:
             return torch.zeros((), dtype=torch.bool, device=self.device)
-        now = torch.cat([self._bytes[memory] for memory in self._then])
-        return (now != torch.cat([*self._then.values()])).any()
+        now = torch.cat([self._bytes[memory] for memory in self._copies])
+        return (now != torch.cat([*self._copies.values()])).any()
 
     def renew(self) -> None:
         """Make all forms again, in their memory."""
-        for memory, then in self._then.items():
-            then.copy_(self._bytes[memory])
+        for memory, copy in self._copies.items():
+            copy.copy_(self._bytes[memory])
         for made, make in self._forms.values():
             make(made)
 
@@ -79,7 +79,7 @@ def _bytes(x: Any) -> Any:
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
 
 
-#: With the stream of its context.
+#: The keeper, and the stream in which `keeping` was entered.
 _keeper: tuple[Kept, Any] | None = None
 
 
@@ -98,7 +98,7 @@ def keeping(keeper: Kept) -> Iterator[None]:
 
 
 def kept(device: Any) -> Kept | None:
-    """Return what keeps forms for the current stream of a device."""
+    """Return the keeper of a device's current stream, or None."""
     found = _keeper
     return found[0] if found is not None and found[1] == _stream(device) else None
 

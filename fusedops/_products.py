@@ -28,7 +28,7 @@ MANY = 1 << 22
 #: fewer, `gpukern.products` leaves products to torch, after a longer call.
 REPAID = 1 << 31, 160
 TRAINED = 128
-#: The same multiplications where launches cost the host nothing.
+#: The fewest multiplications in a force step's graphs, whose launches cost the host nothing.
 REPAID_IN_GRAPHS = 1 << 28
 
 

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fusedops._kept import formed
+from fusedops._kept import formed, kept
 from gpukern.launch import (
     Launcher,
     has_gluon,
@@ -55,8 +55,9 @@ BLOCK = 64, 128
 #: The fewest terms of a product of halves. With fewer, float32's own error is below theirs.
 LEAST = 64
 # The least work of a product that repays splitting its matrices, in multiplications and additions,
-# and the least for each number that is split.
-_WORK, _WORK_OF_ONE = 1 << 29, 320
+# and the least for each number that is split; and the least work in graphs that keep weights'
+# halves, whose launches cost the host nothing.
+_WORK, _WORK_OF_ONE, _WORK_IN_GRAPHS = 1 << 32, 320, 1 << 29
 
 
 class Halves(NamedTuple):
@@ -120,7 +121,8 @@ def repay(device: Any, batches: int, M: int, N: int, K: int, ready: bool = False
 
 def _repays(device: Any, work: int, numbers: int) -> bool:
     """Return whether work by halves takes less time, splitting some numbers included."""
-    return not is_small(device) and work >= max(_WORK, _WORK_OF_ONE * numbers)
+    least = _WORK if kept(device) is None else _WORK_IN_GRAPHS
+    return not is_small(device) and work >= max(least, _WORK_OF_ONE * numbers)
 
 
 @triton.jit
@@ -657,8 +659,8 @@ def split(
     """Split matrices (batch, rows, columns) for a product with sums along an axis.
 
     If not `strict`, halves serve for all rows: they lose digits of numbers below 2⁻²⁸ of a row's
-    largest. One matrix with sums along its columns may have those of another `before` it. Halves
-    of such matrices may be written again.
+    largest. One matrix with sums along its columns may have those of another `before` it. `into`
+    takes earlier halves of the same matrices, which are written over.
     """
     x = matrix if along == 2 else matrix.mT
     batches, rows, terms = x.shape

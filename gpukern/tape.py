@@ -311,7 +311,7 @@ def per_plan(kernel: Callable[[Any, Any], None], device: Any) -> Callable[[Any, 
 
     def run(a: Any, y: Any) -> None:
         if kept(device) is not None:
-            # What is kept is no argument.
+            # A tape has other addresses for arguments alone, and kept forms are none.
             kernel(a, y)
             return
         if not found:

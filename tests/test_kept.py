@@ -1,4 +1,4 @@
-"""What kernels keep of frozen weights."""
+"""Forms of frozen weights that kernels keep."""
 
 import threading
 

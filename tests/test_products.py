@@ -18,6 +18,7 @@ from fusedops.testing import CASES, check, error
 torch = pytest.importorskip("torch")
 tl = pytest.importorskip("triton.language")
 
+from fusedops._kept import Kept, keeping  # noqa: E402
 from gpukern import products  # noqa: E402
 from gpukern.precision import EMULATED, of_float32  # noqa: E402
 from gpukern.products import (  # noqa: E402
@@ -291,6 +292,36 @@ def test_hopper_leaves_rows_that_halves_do_not_serve(parts, add, monkeypatch):
     multiply_halves(left, right, out, parts=parts, add=add)
     assert (out[~lost] == 7).all()
     torch.testing.assert_close(out[lost], want[lost] + 7 * add, rtol=1e-5, atol=1e-4)
+
+
+def test_a_frozen_weight_is_split_once_for_a_graph(monkeypatch):
+    """There smaller products are made of halves, too."""
+    cpu, splits, split = torch.device("cpu"), [], products.split
+    monkeypatch.setattr(products, "of_float32", lambda device: EMULATED)
+    monkeypatch.setattr(products, "_WORK_OF_ONE", 0)
+    monkeypatch.setattr(products, "_WORK_IN_GRAPHS", 0)
+    monkeypatch.setattr(
+        products, "split", lambda x, *a, **k: splits.append(x.shape) or split(x, *a, **k)
+    )
+    a, weight = torch.randn(20, 64), torch.randn(30, 64)
+    keeper = Kept([weight], cpu)
+
+    def multiplied():
+        out = torch.empty(20, 30)
+        products.multiply(out, products.Factor(a, summed=False), weight.T, "float32")
+        return out
+
+    with keeping(keeper):
+        for _ in range(2):
+            torch.testing.assert_close(multiplied(), a @ weight.T)
+        assert sorted(splits) == [(1, 20, 64), (1, 20, 64), (1, 64, 30)]
+        weight.mul_(2)
+        assert keeper.changed()
+        keeper.renew()
+        torch.testing.assert_close(multiplied(), a @ weight.T)
+    splits.clear()
+    multiplied()
+    assert not splits
 
 
 @pytest.mark.parametrize("terms", [96, 320])

@@ -529,3 +529,29 @@ def test_bad_arguments_of_a_module(given, message):
         call = partial(module, torch.randn(5, 7, 3), x_edge)
     with pytest.raises((TypeError, ValueError), match=f"SO2Convolution: {message}"):
         call()
+
+
+@needs_triton
+def test_a_graph_keeps_real_matrices_of_complex_weights():
+    """They follow the weights by `renew`, forth and back."""
+    from fusedops._kept import Kept, keeping
+    from gpukern.so2 import triton as kernels
+
+    torch.manual_seed(2)
+    message = torch.randn(7, 9, 4, requires_grad=True)
+    weights = [torch.randn(6, 12), torch.randn(8, 8), torch.randn(4, 4)]
+
+    def convolved(backend):
+        out = fusedops.so2_convolution(message, *weights, backend=backend)
+        return out, *torch.autograd.grad(out.square().sum(), message)
+
+    keeper, made, launch = Kept(weights, torch.device("cpu")), [], kernels._launch_real
+    with pytest.MonkeyPatch.context() as patch, keeping(keeper):
+        patch.setattr(kernels, "_launch_real", lambda *a: made.append(a[0]) or launch(*a))
+        for times in range(2):
+            for found, want in zip(convolved("triton"), convolved("torch"), strict=True):
+                torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+            # One for each order but 0, and again after a change.
+            assert len(made) == 2 + 2 * times
+            weights[1].mul_(-1.5)
+            keeper.renew()

@@ -63,11 +63,10 @@ def _state(index: Any) -> Any:
 def targets_of(index: Any, lists: tuple[Any, ...]) -> Any:
     """Return the targets of edges whose ends are known to be nodes, and of which lists are given.
 
-    The lists are those of `Edges`. `edges_of` finds the edges of both tensors then, in a CUDA graph
-    too, where it reads no others.
+    The lists are those of `Edges`, and no views of the index, which they would keep for good.
+    `edges_of` finds the edges of both tensors then, in a CUDA graph too, where it reads no others.
     """
     targets = index[1]
-    # Views of a tensor that `_read` has would keep it there for good.
     _, target, *_, by_target, target_ptr = lists
     sums, sizes = (by_target, target_ptr), [len(target_ptr) - 1, index.shape[1]]
     edges = Edges.from_tensors([*lists], sizes)

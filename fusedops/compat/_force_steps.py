@@ -237,7 +237,7 @@ def _have_force_steps(backbones: list[Any]) -> bool:
 def _divides(module: Any) -> bool:
     """Return whether a module divides edges or atoms by numbers of the host.
 
-    There are experts, checkpoints, and heads of several datasets that aren't merged for one.
+    Experts do, checkpoints, and heads of several datasets that aren't merged for one.
     """
     own = vars(module)
     return (
@@ -304,7 +304,7 @@ class _Captured:
         self._keep(data, pairs, offsets)
         may_halve = pos.dtype == torch.float32 and has_halves(self.backbone)
         self.kept = Kept(_tensors(modules), pos.device, may_halve)
-        #: For numbers that no others depend on, beside the model's.
+        #: The stream of `_look`, which runs beside the model.
         self.aside = torch.cuda.Stream(pos.device) if pos.is_cuda else None
         self.edges: Any = None
         self.outputs: Any = None
@@ -343,7 +343,7 @@ class _Captured:
         return found["edge_index"][:, added:], offsets.to(pos)
 
     def _keep(self, data: Any, pairs: Any, offsets: Any) -> bool:
-        """Write pairs into the graph's arrays, if they have the room."""
+        """Take pairs, if there is room for them."""
         if not self.pairs.keep(pairs, offsets):
             return False
         if self.backbone.otf_graph:
@@ -352,12 +352,12 @@ class _Captured:
         return True
 
     def _read(self, data: Any) -> None:
-        """Copy data into the graph's arrays, all of one dtype at once."""
+        """Copy data into the graphs' arrays, all of one dtype at once."""
         by_dtype: dict[Any, list[tuple[Any, Any]]] = {}
         for name, x in _inputs(data):
             by_dtype.setdefault(x.dtype, []).append((self.data[name], x))
-        for pairs in by_dtype.values():
-            to, given = zip(*pairs, strict=True)
+        for copies in by_dtype.values():
+            to, given = zip(*copies, strict=True)
             torch._foreach_copy_(to, given)
 
     def begin(self, data: Any) -> Any:
@@ -373,8 +373,8 @@ class _Captured:
         """Return the results of a step that has begun, or None if there was no room for it."""
         given = not self.backbone.otf_graph
         changed, edges, most, nearer, other, close, *sums = self._numbers()
-        moved = not given and (other or not nearer <= self.skin)
         # A distance may be NaN.
+        moved = not given and (other or not nearer <= self.skin)
         if moved or changed:
             with torch.no_grad():
                 if changed:
@@ -425,12 +425,12 @@ class _Captured:
             self.outputs = tree_map_only(torch.Tensor, torch.detach, self.model(data))
         self.sums = self.data["pos"].new_zeros(0, dtype=torch.float64)
         if self.kept.halves:
-            # Of a number beyond float16's range they tell, and the model serves the step.
-            found = [x for x in _of_dataset(self.model, self.outputs) if x.is_floating_point()]
+            # They tell of a number beyond float16's range, and the model serves the step.
+            found = _of_dataset(self.model, self.outputs)
             self.sums = torch.stack([x.sum().double() for x in found])
 
     def _look(self) -> None:
-        """Find numbers that tell whether weights, pairs and places are those of the step."""
+        """Find the numbers that tell whether weights are as before, and pairs and places enough."""
         with torch.no_grad():
             edges = self.edges
             others = [(self.data[name] != self.origin[name]).any() for name in SYSTEMS]
@@ -483,8 +483,8 @@ class _Captured:
 class _OnGPU(torch.Tensor):
     """A tensor that has no copy on the host.
 
-    fairchem's heads for several datasets make one of the atoms' systems, and drop it when the model
-    is merged.
+    fairchem's heads for several datasets copy `batch` to the host, and drop the copy where they are
+    merged.
     """
 
     # As of parameters: results of operations are plain tensors.
@@ -496,20 +496,20 @@ class _OnGPU(torch.Tensor):
 
 
 def _of_dataset(model: Any, outputs: Any) -> list[Any]:
-    """Return all tensors of results but other datasets', which a merged head fills with NaN."""
+    """Return results' numbers, but for other datasets', which a merged head fills with NaN."""
     merged = [vars(m) for m in model.modules() if vars(m).get("merged_on_dataset")]
-    # A name may begin with another one.
-    others = {name: name != m["merged_on_dataset"] for m in merged for name in m["dataset_names"]}
+    is_other = {name: name != m["merged_on_dataset"] for m in merged for name in m["dataset_names"]}
 
     def is_others(key: Any) -> bool:
-        names = [name for name in others if str(key).startswith(f"{name}_")]
-        return bool(names) and others[max(names, key=len)]
+        names = [name for name in is_other if str(key).startswith(f"{name}_")]
+        # A name may begin with another one.
+        return bool(names) and is_other[max(names, key=len)]
 
-    found = tree_flatten_with_path(outputs)[0]
     return [
         x
-        for path, x in found
+        for path, x in tree_flatten_with_path(outputs)[0]
         if isinstance(x, torch.Tensor)
+        and x.is_floating_point()
         and not any(is_others(getattr(step, "key", "")) for step in path)
     ]
 

@@ -23,7 +23,7 @@ from fusedops.so2 import so2_convolution
 #: The binary exponent of a block's largest cotangent: sums of some thousand such numbers, and
 #: numbers that are smaller by 2¹⁷, are in float16's range.
 _EXPONENT = 3
-#: The bits of the least cotangent that is scaled: its factor is a number.
+#: The bits of 2⁻⁹⁵. A smaller largest cotangent counts as this one, whose factor is a number.
 _LEAST = 32 << 23
 
 
@@ -81,7 +81,7 @@ class _OutOf(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Any) -> Any:
         """Return the cotangent, scaled, in float16."""
-        # Of nodes, and then of all: one sum over so many waits for memory to be set.
+        # Each node's largest first: a reduction of so many numbers to one waits for a memset.
         most = torch.linalg.vector_norm(dy, torch.inf, dim=(1, 2))
         most = torch.linalg.vector_norm(most, torch.inf, dim=0, keepdim=True)
         # A float32's exponent, and nothing after it: few launches of one number each.

@@ -62,7 +62,7 @@ class Pairs:
         self.are_pairs = torch.zeros(1 + room, dtype=torch.bool, device=pos.device)
         #: Where the pairs of each atom begin in both orders.
         self.starts = pairs.new_zeros(2, len(pos) + 1)
-        self.number = torch.arange(len(pos) + 1, device=pos.device)
+        self.numbers = torch.arange(len(pos) + 1, device=pos.device)
         # A pair that is no edge gets the first place, which is cut off.
         self.places = torch.arange(-1, self.space, device=pos.device).repeat(2, 1)
         self.far = pos.new_tensor([2 * cutoff, 0, 0]).repeat(self.space + 1, 1)
@@ -84,15 +84,15 @@ class Pairs:
         self.atoms[room : room + count] = pairs[0].index_select(0, by_source)
         self.are_pairs[1 : 1 + count] = True
         self.are_pairs[1 + count :] = False
-        # The sum up to the first source is none, and at its place there is that of all targets.
+        # Before the first source, `choose` has the sum of all targets.
         self.starts[0], self.starts[1] = targets, torch.where(sources == 0, 0, room + sources)
         return True
 
     def choose(self, pos: Any, cell: Any, batch: Any) -> Chosen:
         """Return the edges among the pairs.
 
-        The room of places without an edge is behind each atom's edges: a sum over an atom's edges
-        is one program's.
+        Places without an edge are shared out among the atoms: a sum over an atom's edges is one
+        program's.
         """
         squares = vectors(pos, cell, batch, self.ends, self.offsets).square().sum(1)
         are_edges = self.are_pairs.clone()
@@ -106,14 +106,14 @@ class Pairs:
         sums.clamp_(max=self.space)
         starts = sums[self.starts]
         degrees = starts[0].diff()
-        room = (self.space - sums[self.room]) * self.number // len(degrees)
-        starts = starts + room
-        sums = sums[1:] + room.index_select(0, self.atoms)
+        spare = (self.space - sums[self.room]) * self.numbers // len(degrees)
+        starts = starts + spare
+        sums = sums[1:] + spare.index_select(0, self.atoms)
         at, at_by_source = (sums * are_edges[1:]).chunk(2)
         ends = torch.searchsorted(starts, self.places, right=True)
         target = ends[0] - 1
         source = target.scatter(0, at, self.ends[0])
-        # An atom's room is at the end of both of its lists.
+        # An atom's spare places are at the end of both of its lists.
         by_source = self.places[0] + (starts[0] - starts[1]).index_select(0, ends[1])
         by_source.scatter_(0, at_by_source, at.index_select(0, self.by_source) - 1)
         lists = source[1:], target[1:], by_source[1:], starts[1], self.places[0, 1:], starts[0]

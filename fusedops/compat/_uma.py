@@ -129,8 +129,7 @@ class _Radials(torch.nn.Module):
             if keeper is None or not keeper.halves:
                 layers = zip(hidden, *last, strict=True)
                 return [torch.nn.functional.linear(*layer) for layer in layers]
-            weights, biases = [[half_of(x) for x in each] for each in last]
-            return list(map(Radial, hidden, weights, biases))
+            return list(map(Radial, hidden, *[map(half_of, each) for each in last]))
 
     def _hidden(self, h: Any, i: int) -> Any:
         """Return the input of a layer's last product."""
@@ -198,7 +197,7 @@ def _balanced(span: slice, x: Any, target: Any, natoms: Any, batch: Any) -> Any:
     # Numbers of another dtype would be divided in float32.
     target = None if target is None else target.to(x.dtype)[:, None] / natoms[:, None]
     if len(natoms) == 1:
-        # Along columns, a block of a GPU's threads adds up all atoms of some.
+        # Columns without gaps are summed by many blocks of threads, and columns of rows by one.
         means, of = scalars.T.contiguous().mean(1), None
     else:
         none = scalars.new_zeros(len(natoms), scalars.shape[1])

@@ -42,7 +42,7 @@ from gpukern.so2.triton import scale_messages, unscale_messages
 
 # Channels that a program takes, and elements of a warp's tile of edges and channels.
 _CHANNELS, _TILE = 128, 128
-# Channels of a program of a node where nodes are fewer, so that tiles have more edges.
+# Bounds of nodes, and the channels of a node's program below each, so that tiles have more edges.
 _FEW = (600, 16), (4096, 32)
 # The nodes from which on their programs form the gradients of matrices and factors.
 _WITH_PRODUCTS = 600
@@ -718,8 +718,8 @@ def edge_wigner(a: Any, y: Any) -> None:
         count = min(count, *[a.numel() for a in (source, target, by_source, by_target)])
     # The gradients of matrices and factors are products of messages and nodes.
     products = dwigner is not None or dfactors is not None
-    rows = 0 if dx is None else dx.shape[0]
-    by_edge = dmessage is not None or (products and (dx is None or rows < _WITH_PRODUCTS))
+    summed = 0 if dx is None else dx.shape[0]
+    by_edge = dmessage is not None or (products and (dx is None or summed < _WITH_PRODUCTS))
     by_node = products and not by_edge and nodes > 0
     dots_by_node = by_node and dwigner is not None
     kind = tl.float64 if float64 else tl.float32
@@ -729,10 +729,9 @@ def edge_wigner(a: Any, y: Any) -> None:
     functions = function_rows(lmax, mmax)
     constants = offsets, message_rows(lmax, mmax), functions, lmax, mmax, channels
     layout = ends, edges is None, packed, back, kind
-    # Of programs of edges, and of nodes.
-    most = next((few for bound, few in _FEW if rows < bound and not by_node), _CHANNELS)
-    block, own = [min(of, max(1, channels)) for of in (_CHANNELS, most)]
-    blocks, own_blocks = -(-channels // block), -(-channels // own)
+    most = next((few for bound, few in _FEW if summed < bound and not by_node), _CHANNELS)
+    block, node_block = [min(of, max(1, channels)) for of in (_CHANNELS, most)]
+    blocks, node_blocks = -(-channels // block), -(-channels // node_block)
     tile = _tiling(block, float64, _CHANNELS, vector)
     parts = None
     if dwigner is not None:
@@ -763,12 +762,12 @@ def edge_wigner(a: Any, y: Any) -> None:
             lists = source_ptr, by_source, target_ptr, by_target
             small = by_node and high**2 - low**2 <= _ROWS_WITH_DOTS
             width = _WIDTH_WITH_DOTS if small else _CHANNELS
-            shape = _tiling(own, float64, width, vector)
+            shape = _tiling(node_block, float64, width, vector)
             launch(
                 _by_node[vector],
-                rows * own_blocks,
+                summed * node_blocks,
                 (base, x, message, wigner, factors, *lists, dx, dfactors, parts),
-                (nodes, count, listed, own_blocks, bits, *strides),
+                (nodes, count, listed, node_blocks, bits, *strides),
                 low, high, some_by_node, *constants, *shape, *layout, base is not None,
                 scaled, dots_by_node, by_node and dfactors is not None,
             )  # fmt: skip
