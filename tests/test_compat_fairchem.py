@@ -603,10 +603,12 @@ def half(mode="umas_fast_gpu", **options):
     return ours, uma.ForceStep(ours)
 
 
-def of_datasets(kind, mode="umas_fast_gpu", dtype=torch.float64, device="cpu", merged=True):
+def of_datasets(
+    kind, mode="umas_fast_gpu", dtype=torch.float64, device="cpu", merged=True, **options
+):
     """Return a model whose head is merged for one of several datasets, as published ones are."""
     names = ["omat", "omat_more", "omol"]
-    backbone, _ = model(mode, dtype=dtype, regress_stress=True, dataset_list=names)
+    backbone, _ = model(mode, dtype=dtype, regress_stress=True, dataset_list=names, **options)
     head = getattr(escn_moe, kind)(
         backbone=backbone,
         dataset_names=names,
@@ -646,7 +648,8 @@ WAITS = (
 
 @pytest.mark.parametrize("mode", ["general", "umas_fast_gpu"])
 @pytest.mark.parametrize("kind", [None, *WRAPPERS])
-def test_a_capture_waits_for_nothing(uncaptured, monkeypatch, kind, mode):
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_capture_waits_for_nothing(uncaptured, monkeypatch, experts, kind, mode):
     def wait(tensor, *_, **__):
         raise RuntimeError("a capture can't wait for the host")
 
@@ -660,11 +663,13 @@ def test_a_capture_waits_for_nothing(uncaptured, monkeypatch, kind, mode):
         return types.SimpleNamespace(replay=replay), None
 
     monkeypatch.setattr(_force_steps, "captured", anew)
+    options = EXPERTS if experts else {}
     if kind is None:
-        ours = Forces(*model(mode, regress_stress=True))
+        ours = Forces(*model(mode, regress_stress=True, **options))
     else:
-        ours = of_datasets(kind, mode=mode)
-    step, data = uma.ForceStep(ours), systems(2)
+        ours = of_datasets(kind, mode=mode, **options)
+    # A mixture is merged for one system.
+    step, data = uma.ForceStep(ours), systems(1 if experts else 2)
     for _ in range(3):
         step(data.clone())
     assert step._captured is not None
