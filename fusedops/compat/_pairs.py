@@ -72,10 +72,13 @@ class Pairs:
         count, room = pairs.shape[1], self.room
         if count > room:
             return False
-        order = torch.sort(pairs[1], stable=True).indices
-        pairs = pairs.index_select(1, order)
         none = torch.zeros_like(pairs, dtype=torch.bool)
-        by_source, sources, _, targets = grouped_ends(pairs, none, self.starts.shape[1] - 1)
+        by_source, sources, order, targets = grouped_ends(pairs, none, self.starts.shape[1] - 1)
+        pairs = pairs.index_select(1, order)
+        # The same pairs, by their numbers in the order of targets.
+        rank = torch.empty_like(order)
+        rank[order] = torch.arange(count, device=order.device)
+        by_source = rank.index_select(0, by_source)
         self.ends[:, :count] = pairs
         self.offsets[:count] = offsets.index_select(0, order)
         self.by_source[:count] = by_source
