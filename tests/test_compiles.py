@@ -80,12 +80,13 @@ from fusedops.density import op as density
 
 # As of many atoms on a GPU.
 density._is_ordered = lambda xyz: True
-compiled = set()
+compiled, kernels = set(), set()
 
 
 def note(kernel, made):
     assert made.asm["cubin"]
     compiled.add(primitive.name)
+    kernels.add((primitive.family, kernel.__name__))
 
 
 cases = _catalogue.typical(testing.CASES)
@@ -105,6 +106,8 @@ for primitive, case in cases.items():
         for v in (*arrays, *others)
     ]
     a = primitive.Arguments._make(values)
+    if PRECISION and "precision" in a._fields:
+        a = a._replace(precision=PRECISION)
     outputs = [
         output and torch.empty(output[0], dtype=output[1])
         for output in primitive.describe(a)
@@ -114,6 +117,8 @@ for primitive, case in cases.items():
         # Branches for coordinates and B factors, not all of them wanted, meet in one kernel.
         kernel(a, primitive.Outputs(outputs[0], *[None] * (len(outputs) - 1)))
 assert compiled == {primitive.name for primitive in cases}, compiled
+if PRECISION:
+    assert {("so2", "_split"), ("so2", "_multiply")} <= kernels, kernels
 print("compiled")
 """
 
@@ -137,6 +142,7 @@ def compiling(capability, code, tmp_path):
 EMULATED = "from gpukern import precision\nprecision.of_float32 = lambda _: precision.EMULATED\n"
 # Products of any size are made of halves.
 HALVES = """
+PRECISION = "float32"
 from gpukern import products
 products._WORK = products._WORK_OF_ONE = 0
 products.LEAST = 1
@@ -165,7 +171,7 @@ OF_FLOAT64 = tuple(family for family in SMALL if family != "attention")
     ids=["hopper", "float64 on ampere", "halves", "halves on blackwell", "emulated on ampere"],
 )
 def test_kernels_compile(families, dtype, capability, before, tmp_path):
-    code = f"FAMILIES, DTYPE = {families}, torch.{dtype}\n{before}{COMPILE}"
+    code = f"FAMILIES, DTYPE, PRECISION = {families}, torch.{dtype}, None\n{before}{COMPILE}"
     assert compiling(capability, code, tmp_path) == "compiled\n"
 
 
