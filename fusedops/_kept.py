@@ -90,7 +90,7 @@ def keeping(keeper: Kept) -> Iterator[None]:
     Autograd launches them from threads of its own, which get no context.
     """
     global _keeper
-    before, _keeper = _keeper, (keeper, _stream(keeper.device))
+    before, _keeper = _keeper, (keeper, stream_of(keeper.device))
     try:
         yield
     finally:
@@ -100,10 +100,11 @@ def keeping(keeper: Kept) -> Iterator[None]:
 def kept(device: Any) -> Kept | None:
     """Return the keeper of a device's current stream, or None."""
     found = _keeper
-    return found[0] if found is not None and found[1] == _stream(device) else None
+    return found[0] if found is not None and found[1] == stream_of(device) else None
 
 
-def _stream(device: Any) -> Any:
+def stream_of(device: Any) -> Any:
+    """Return a device's current stream; a CPU has none, and stands for it."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else device
 
 

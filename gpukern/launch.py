@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ import torch
 import triton
 from triton.runtime import driver
 
+from fusedops._ahead import ahead
 from fusedops._frame.check import promoted
 from gpukern import tape
 
@@ -131,6 +133,10 @@ class Launcher:
     def __call__(self, programs: int, key: tuple[Any, ...], *args: Any) -> None:
         """Launch `programs` of the kernel; `key` holds all that `args` may be compiled for."""
         compiled = self._compiled.get(key)
+        if compiled is None and self.is_new(key) and (threads := ahead(_device(args))):
+            given = tuple(map(_without_memory, args))
+            threads.begin((id(self), key), lambda: self.compile(given))
+            return
         if compiled is None:
             # It stays None under TRITON_INTERPRET=1, where there is nothing to compile.
             compiled = self._compiled[key] = self.kernel[(programs,)](*args, **self.options)
@@ -146,10 +152,22 @@ class Launcher:
 
     def compile(self, args: Sequence[Any]) -> None:
         """Compile the form for arguments, and its launcher, for the next launch to find."""
-        device = next(array.device for array in args if isinstance(array, torch.Tensor))
         # Triton keeps kernels by the thread's device, and makes a launcher when it is asked for.
-        with torch.cuda.device(device):
+        with torch.cuda.device(_device(args)):
             _ = self.kernel.warmup(*args, grid=(1,), **self.options).run
+
+
+def _device(args: Sequence[Any]) -> Any:
+    return next(value.device for value in args if isinstance(value, torch.Tensor))
+
+
+def _without_memory(value: Any) -> Any:
+    """Return an argument for which a kernel is compiled alike, and which keeps no memory."""
+    if isinstance(value, torch.Tensor):
+        return value.new_empty(0)
+    if hasattr(value, "block_shape"):
+        return dataclasses.replace(value, base=value.base.new_empty(0))
+    return value
 
 
 #: A launch to come: the kernel, the number of programs, the key, and the arguments.
@@ -162,7 +180,7 @@ def launch_all(launches: Sequence[Launch]) -> None:
     Triton's and LLVM's passes leave Python to other threads.
     """
     new = [(kernel, args) for kernel, _, key, args in launches if kernel.is_new(key)]
-    if len(new) > 1:
+    if len(new) > 1 and ahead(_device(new[0][1])) is None:
         from concurrent.futures import ThreadPoolExecutor
 
         with ThreadPoolExecutor(len(new)) as pool:

@@ -19,6 +19,7 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
+from fusedops._ahead import ahead
 from fusedops._frame.check import warn
 from fusedops._frame.packed import Packed
 from fusedops._kept import kept
@@ -310,8 +311,9 @@ def per_plan(kernel: Callable[[Any, Any], None], device: Any) -> Callable[[Any, 
     found: list[Callable[[Any, Any], None] | None] = []
 
     def run(a: Any, y: Any) -> None:
-        if kept(device) is not None:
-            # A tape has other addresses for arguments alone, and kept forms are none.
+        if kept(device) is not None or ahead(device) is not None:
+            # A tape has other addresses for arguments alone, and kept forms are none; and launches
+            # that only compile are none of a tape's.
             kernel(a, y)
             return
         if not found:

@@ -1192,7 +1192,7 @@ def test_halves_by_a_graph():
             calls, want = ours.calls, ours(data.clone())
             found = step(data.clone())
             assert_close(found.values(), want.values(), 0.02)
-            assert ours.calls - calls == {0: 2, 1: 4}.get(at, 1)
+            assert ours.calls - calls == {0: 3, 1: 4}.get(at, 1)
         for p in (*ours.parameters(), *ours.backbone._unified_radial_mlp.buffers()):
             p.data.mul_(1.1)
         assert_close(step(data.clone()).values(), ours(data.clone()).values(), 0.02)
@@ -1221,8 +1221,8 @@ def test_a_force_step_by_a_graph(mode, dtype, count):
         calls.append(stepped(step, data, 10 * TOLERANCE[dtype]))
     finally:
         uma.unregister()
-    # Two calls before the capture, and that.
-    assert calls == [1, 3, *[0] * 10]
+    # Before the model's step, and before the capture and its warming up, kernels are compiled.
+    assert calls == [2, 3, *[0] * 10]
 
 
 @pytest.mark.gpu
@@ -1245,7 +1245,7 @@ def test_a_model_that_waits_for_the_gpu_is_not_captured():
         found = [[stepped(step, data, tolerance) for _ in range(3)] for step in steps]
     finally:
         uma.unregister()
-    assert found == [[1, 1, 1], [1, 3, 0]]
+    assert found == [[1, 1, 1], [2, 3, 0]]
 
 
 def test_a_step_of_the_bench_agrees_with_fairchem(monkeypatch):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import threading
 from collections.abc import Iterable, Iterator
@@ -20,10 +21,12 @@ import fusedops._frame.needs_torch  # noqa: F401
 import torch
 from torch.utils._pytree import tree_flatten_with_path, tree_map_only
 
+from fusedops._ahead import compile_ahead
 from fusedops._frame.arrays import allows_tf32
 from fusedops._frame.bridge.modes import transforms
 from fusedops._frame.check import positive, refuse, traced, warn
 from fusedops._kept import Kept, keeping
+from fusedops._layers import has_hooks
 from fusedops.compat._edges import targets_of
 from fusedops.compat._graphs import captured
 from fusedops.compat._pairs import Pairs, inside, vectors
@@ -77,7 +80,8 @@ class ForceStep(torch.nn.Module):
     graph keeps the memory of a step, and of the weights that it reads, with copies of them. After
     changes of weights, layers, or the backbone's attributes, the step is captured anew. A capture
     that fails, as where a model waits for the GPU, leaves the steps to the model, with a warning.
-    Forward hooks of the model's layers run in no replay.
+    Forward hooks of the model's layers run in no replay. Before the first call, and before each
+    capture, the model is evaluated once more, to compile all new kernels side by side.
 
     Where the products of SO(2) convolutions may be TF32's, messages of float32 models in fast modes
     (lmax = 2, fairchem 2.23 or newer) are arrays of float16: TF32 and float16 keep 11 binary digits
@@ -104,6 +108,7 @@ class ForceStep(torch.nn.Module):
         self._seen: Any = None
         self._captured: _Captured | None = None
         self._fails = False
+        self._is_new = True
         # Calls of several threads would write to the same arrays.
         self._lock = threading.RLock()
         self.train(model.training)
@@ -144,9 +149,17 @@ class ForceStep(torch.nn.Module):
             kind = None if weights is None else (form, weights)
             if kind is None or kind != self._seen:
                 self._seen, self._captured, self._fails = kind, None, False
+                if kind is not None and self._is_new:
+                    self._is_new = False
+                    self._compile(data)
             elif not self._fails and (found := self._step(data, begun)):
                 return found.outputs
             return self.model(data)
+
+    def _compile(self, data: Any) -> None:
+        """Compile the kernels of the model's own step; hooks of layers are called once a step."""
+        if not any(map(has_hooks, self.modules())):
+            compile_ahead(lambda: self.model(copied(data)), data["pos"].device)
 
     def _begin(self, data: Any) -> Any:
         """Launch a step, and return its results, which are of no use if the weights have changed.
@@ -303,7 +316,8 @@ class _Captured:
         self.pairs = Pairs(pos, pairs, int(inside(squares, cutoff).sum()), cutoff)
         self._keep(data, pairs, offsets)
         may_halve = pos.dtype == torch.float32 and has_halves(self.backbone)
-        self.kept = Kept(_tensors(modules), pos.device, may_halve)
+        keeper = functools.partial(Kept, _tensors(modules), pos.device, may_halve)
+        self.kept = keeper()
         #: The stream of `_look`, which runs beside the model.
         self.aside = torch.cuda.Stream(pos.device) if pos.is_cuda else None
         self.edges: Any = None
@@ -313,10 +327,13 @@ class _Captured:
         self.runs = [self._graph(self._choose)]
         # The others are evaluated before they are captured, and need edges.
         self.runs[0].replay()
+        compile_ahead(self._evaluate, pos.device)
+        # No kernel may have written the forms there.
+        self.kept = keeper()
         self.runs += [self._graph(self._evaluate), self._graph(self._look)]
 
     def _graph(self, compute: Any) -> Any:
-        return captured(compute, self.data["pos"].device, shares=False, before=2)[0]
+        return captured(compute, self.data["pos"].device, shares=False, before=1)[0]
 
     def _embedded(self, datasets: list[str]) -> Any:
         """Return the datasets' embedding, which fairchem looks up by a number of the host."""
