@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -31,6 +32,17 @@ class _Ahead:
 _ahead: _Ahead | None = None
 
 
+@contextlib.contextmanager
+def compilers() -> Iterator[ThreadPoolExecutor]:
+    """Return threads for compilers in a ``with`` block, which ends when all are done.
+
+    Triton's passes and LLVM's leave Python to other threads. Triton's parser replaces the process's
+    filters of warnings, and puts back those that it found, be they another thread's.
+    """
+    with warnings.catch_warnings(), ThreadPoolExecutor() as threads:
+        yield threads
+
+
 def compile_ahead(compute: Callable[[], Any], device: Any) -> None:
     """Compile the kernels that a computation launches.
 
@@ -44,7 +56,7 @@ def compile_ahead(compute: Callable[[], Any], device: Any) -> None:
         return
     here, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     aside.wait_stream(here)
-    with torch.random.fork_rng([device]), ThreadPoolExecutor() as threads:
+    with torch.random.fork_rng([device]), compilers() as threads:
         before, _ahead = _ahead, _Ahead(threads, aside)
         try:
             with torch.cuda.stream(aside), contextlib.suppress(Exception):

@@ -12,7 +12,7 @@ import torch
 import triton
 from triton.runtime import driver
 
-from fusedops._ahead import ahead
+from fusedops._ahead import ahead, compilers
 from fusedops._frame.check import promoted
 from gpukern import tape
 
@@ -175,16 +175,11 @@ Launch = tuple[Launcher, int, tuple[Any, ...], tuple[Any, ...]]
 
 
 def launch_all(launches: Sequence[Launch]) -> None:
-    """Launch kernels one after the other, but compile the new ones side by side before.
-
-    Triton's and LLVM's passes leave Python to other threads.
-    """
+    """Launch kernels one after the other, but compile the new ones side by side before."""
     new = [(kernel, args) for kernel, _, key, args in launches if kernel.is_new(key)]
     if len(new) > 1 and ahead(_device(new[0][1])) is None:
-        from concurrent.futures import ThreadPoolExecutor
-
-        with ThreadPoolExecutor(len(new)) as pool:
-            for _ in pool.map(lambda launch: launch[0].compile(launch[1]), new):
+        with compilers() as threads:
+            for _ in threads.map(lambda launch: launch[0].compile(launch[1]), new):
                 pass
     for kernel, programs, key, args in launches:
         kernel(programs, key, *args)

@@ -1,6 +1,7 @@
 """Kernels compiled ahead of a computation."""
 
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -68,6 +69,26 @@ def test_launches_of_new_kernels_compile_them_once(launcher, threads, monkeypatc
     launcher._compiled["a",] = Compiled(grids)
     launcher(3, ("a",), x, 64, 16)
     assert grids == [(3, 1, 1)]
+
+
+def test_compilers_leave_filters_of_warnings_as_they_were(launcher, monkeypatch):
+    """The first of two leaves the block of its own filters while the second is in one."""
+    entered, left = [threading.Event() for _ in range(2)], threading.Event()
+
+    def compile(self, args):
+        n = args[1]
+        assert n == 0 or entered[0].wait(60)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            entered[n].set()
+            assert (left if n else entered[1]).wait(60)
+        left.set()
+
+    monkeypatch.setattr(launch.Launcher, "compile", compile)
+    monkeypatch.setattr(launch.Launcher, "__call__", lambda *_: None)
+    before, x = list(warnings.filters), torch.zeros(1)
+    launch.launch_all([(launcher, 1, (n,), (x, n)) for n in range(2)])
+    assert warnings.filters == before
 
 
 def test_threads_serve_their_stream_alone(threads):
