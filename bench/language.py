@@ -464,7 +464,7 @@ def jet_block_compiled(problem: Layer, device: str) -> Steps:
 
     torch.compiler.reset()
     compiled = partial(torch.compile, dynamic=False)
-    # A function that called it would be left out instead, and the loop be compiled.
+    # If a function around the loop were disabled, torch would compile the loop.
     loop = torch.compiler.disable(_rule_by_chunks, recursive=False)
     rule = partial(loop, prepare=compiled(_prepared_chunks), step=compiled(_step_of_chunk))
 
@@ -473,7 +473,7 @@ def jet_block_compiled(problem: Layer, device: str) -> Steps:
         return compiled(function), parameters
 
     steps = _block_by(make, problem, device, problem.dtype).steps()
-    # Its memory comes free in a backward, which then can't be timed by itself.
+    # A compiled backward frees what the forward has kept: by itself it can't be timed again.
     return {what: steps[what] for what in (FORWARD, BOTH) if what in steps}
 
 

@@ -1,4 +1,4 @@
-"""Kernels compiled side by side, ahead of a computation that would compile one after the other."""
+"""Compilations of kernels side by side, which launches would begin one after the other."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from typing import Any
 
 import fusedops._frame.needs_torch  # noqa: F401
 
-import torch
-
 from fusedops._kept import stream_of
 
 
 class _Ahead:
-    """Threads that compile each kernel once."""
+    """Threads that compile each kernel once, in place of launches in a stream."""
 
     def __init__(self, threads: ThreadPoolExecutor, stream: Any) -> None:
         self.threads, self.stream = threads, stream
         self._begun: set[Any] = set()
 
     def begin(self, kernel: Any, compile: Callable[[], Any]) -> None:
-        """Compile a kernel, unless it has begun."""
+        """Compile a kernel, unless it has begun; a launch to come raises the compiler's errors."""
         if kernel not in self._begun:
             self._begun.add(kernel)
             self.threads.submit(compile)
@@ -37,38 +35,29 @@ def compilers() -> Iterator[ThreadPoolExecutor]:
     """Return threads for compilers in a ``with`` block, which ends when all are done.
 
     Triton's passes and LLVM's leave Python to other threads. Triton's parser replaces the process's
-    filters of warnings, and puts back those that it found, be they another thread's.
+    filters of warnings for a while, so that one of two threads may put back the other's.
     """
     with warnings.catch_warnings(), ThreadPoolExecutor() as threads:
         yield threads
 
 
-def compile_ahead(compute: Callable[[], Any], device: Any) -> None:
-    """Compile the kernels that a computation launches.
+@contextlib.contextmanager
+def compiling_ahead(device: Any) -> Iterator[None]:
+    """Let launches of new kernels in a ``with`` block compile these, and launch nothing.
 
-    It is evaluated, but for launches of kernels that are new. So its results are of no use, and no
-    index in it may be a kernel's result. The evaluation has a stream of its own, by which launches
-    from autograd's threads, and no others, are found. Errors are the computation's own to raise.
-    Without a GPU there is nothing to compile.
+    Launches in the device's current stream do so, as autograd's threads launch there, too. No index
+    may be a result of a kernel. One block is entered at a time.
     """
     global _ahead
-    if device.type != "cuda":
-        return
-    here, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-    aside.wait_stream(here)
-    with torch.random.fork_rng([device]), compilers() as threads:
-        before, _ahead = _ahead, _Ahead(threads, aside)
+    with compilers() as threads:
+        before, _ahead = _ahead, _Ahead(threads, stream_of(device))
         try:
-            with torch.cuda.stream(aside), contextlib.suppress(Exception):
-                compute()
+            yield
         finally:
             _ahead = before
-    here.wait_stream(aside)
-    # Torch would keep the memory for a stream that has no more work.
-    torch.cuda.empty_cache()
 
 
 def ahead(device: Any) -> _Ahead | None:
-    """Return the threads that compile what a device's current stream would launch, or None."""
+    """Return the threads that compile kernels of a device's current stream, or None."""
     found = _ahead
     return found if found is not None and found.stream == stream_of(device) else None

@@ -104,7 +104,7 @@ def kept(device: Any) -> Kept | None:
 
 
 def stream_of(device: Any) -> Any:
-    """Return a device's current stream; a CPU has none, and stands for it."""
+    """Return a GPU's current stream, or a CPU, which has no streams."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else device
 
 

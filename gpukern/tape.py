@@ -312,8 +312,8 @@ def per_plan(kernel: Callable[[Any, Any], None], device: Any) -> Callable[[Any, 
 
     def run(a: Any, y: Any) -> None:
         if kept(device) is not None or ahead(device) is not None:
-            # A tape has other addresses for arguments alone, and kept forms are none; and launches
-            # that only compile are none of a tape's.
+            # A tape has other addresses for arguments alone, and kept forms are none. It would lack
+            # launches in whose place kernels are compiled.
             kernel(a, y)
             return
         if not found:

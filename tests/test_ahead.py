@@ -1,9 +1,7 @@
-"""Kernels compiled ahead of a computation."""
+"""Kernels compiled side by side."""
 
 import threading
 import warnings
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 
@@ -14,8 +12,8 @@ import triton.language as tl  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from fusedops import _ahead  # noqa: E402
-from fusedops._ahead import ahead, compile_ahead  # noqa: E402
+from fusedops._ahead import _Ahead, ahead, compiling_ahead  # noqa: E402
+from fusedops.compat._graphs import compile_ahead  # noqa: E402
 from gpukern import launch  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -43,31 +41,21 @@ def launcher():
     return launch.Launcher(JITFunction(add_one, **options), 1)
 
 
-@pytest.fixture
-def threads(monkeypatch):
-    with ThreadPoolExecutor() as pool:
-        monkeypatch.setattr(_ahead, "_ahead", _ahead._Ahead(pool, CPU))
-        yield pool
-
-
-def test_launches_of_new_kernels_compile_them_once(launcher, threads, monkeypatch):
-    compiled = []
+def test_launches_of_new_kernels_compile_them_once(launcher, monkeypatch):
+    compiled, grids = [], []
     monkeypatch.setattr(launch.Launcher, "compile", lambda self, args: compiled.append(args))
     x = torch.zeros(16, 64, dtype=torch.float16)
     tile = TensorDescriptor.from_tensor(x, [16, 16])
-    for key in ("a", "b", "a"):
-        launcher(1, (key,), tile, x, 64, 16)
-    launch.launch_all([(launcher, 1, (key,), (tile, x, 64, 16)) for key in "abcd"])
-    threads.shutdown()
+    launcher._compiled["there",] = Compiled(grids)
+    with compiling_ahead(CPU):
+        for key in ("a", "b", "a", "there"):
+            launcher(3, (key,), tile, x, 64, 16)
+        launch.launch_all([(launcher, 1, (key,), (tile, x, 64, 16)) for key in "abcd"])
     assert len(compiled) == 4
     for described, found, *others in compiled:
         assert (found.dtype, found.numel(), others) == (x.dtype, 0, [64, 16])
         assert (described.base.numel(), described.shape) == (0, tile.shape)
         assert described.block_shape == tile.block_shape
-    # A kernel that is there is launched.
-    grids = []
-    launcher._compiled["a",] = Compiled(grids)
-    launcher(3, ("a",), x, 64, 16)
     assert grids == [(3, 1, 1)]
 
 
@@ -91,40 +79,33 @@ def test_compilers_leave_filters_of_warnings_as_they_were(launcher, monkeypatch)
     assert warnings.filters == before
 
 
-def test_threads_serve_their_stream_alone(threads):
-    assert ahead(CPU).threads is threads
+def test_all_threads_of_a_stream_compile_ahead():
     found = []
-    other = SimpleNamespace(type="cpu")
-    assert ahead(other) is None
-    thread = threading.Thread(target=lambda: found.append(ahead(CPU)))
-    thread.start()
-    thread.join()
-    # As from threads of autograd's.
-    assert found == [ahead(CPU)]
+    with compiling_ahead(CPU):
+        # As autograd's.
+        thread = threading.Thread(target=lambda: found.append(ahead(CPU)))
+        thread.start()
+        thread.join()
+        assert found == [ahead(CPU)] != [None]
+        assert ahead(torch.device("meta")) is None
+    assert ahead(CPU) is None
 
 
 def test_a_cpu_has_nothing_to_compile():
     compile_ahead(lambda: pytest.fail("evaluated"), CPU)
-    assert ahead(CPU) is None
 
 
 @pytest.mark.gpu
-def test_a_computation_after_its_kernels(launcher, monkeypatch):
+def test_a_computation_after_its_kernels(launcher):
     device, block = torch.device("cuda", 0), 128
-    x, y = torch.zeros(2, 1000, device=device)
-    seen = []
+    x, seen = torch.zeros(1000, device=device), []
 
-    def compute(x=x):
+    def compute():
         launcher(8, (device, block), x, 1000, block)
-        return x
 
     def computed():
         seen.append(torch.rand(2, device=device))
         compute()
-        # Another stream's launch isn't one of the computation's.
-        thread = threading.Thread(target=compute, args=[y])
-        thread.start()
-        thread.join()
         raise ValueError("the computation's own")
 
     state = torch.cuda.get_rng_state()
@@ -132,19 +113,45 @@ def test_a_computation_after_its_kernels(launcher, monkeypatch):
     assert seen
     assert torch.equal(torch.cuda.get_rng_state(), state)
     assert ahead(device) is None
+    made = dict(launcher.kernel.device_caches[0][0])
+    assert len(made) == 1
     assert (x == 0).all()
-    assert (y == 1).all()
-    assert (compute() == 1).all()
+    compute()
+    assert (x == 1).all()
+    # The launch has found the kernel.
+    assert dict(launcher.kernel.device_caches[0][0]) == made
 
 
 @pytest.mark.gpu
-def test_launches_that_only_compile_are_no_tape(launcher):
-    """An op that is met while its kernels are compiled has its results from then on."""
-    import fusedops
+def test_another_stream_launches(launcher):
+    device, block = torch.device("cuda", 0), 128
+    x = torch.zeros(1000, device=device)
+    torch.cuda.synchronize()
 
+    def compute():
+        with torch.cuda.stream(torch.cuda.default_stream(device)):
+            launcher(8, (device, block), x, 1000, block)
+
+    compile_ahead(compute, device)
+    assert (x == 1).all()
+
+
+@pytest.mark.gpu
+def test_launches_that_only_compile_are_on_no_tape(monkeypatch):
+    """A first call while kernels compile records none, and later calls have results."""
+    import fusedops
+    from gpukern.conv import triton as conv
+
+    begun, begin = [], _Ahead.begin
+    monkeypatch.setattr(_Ahead, "begin", lambda self, *a: begun.append(a) or begin(self, *a))
+    for value in vars(conv).values():
+        for made in value.values() if isinstance(value, dict) else [value]:
+            if isinstance(made, launch.Launcher):
+                monkeypatch.setattr(made, "_compiled", {})
     device = torch.device("cuda", 0)
     x, kernels = torch.randn(1, 48, 24, device=device), torch.randn(1, 48, 24, 3, device=device)
     want = fusedops.dynamic_conv(x.cpu(), kernels.cpu())
     compile_ahead(lambda: fusedops.dynamic_conv(x, kernels), device)
     for _ in range(3):
         torch.testing.assert_close(fusedops.dynamic_conv(x, kernels).cpu(), want)
+    assert begun

@@ -935,6 +935,8 @@ def test_a_force_step_sees_new_weights(uncaptured, monkeypatch, kernels):
         p.data.mul_(1.1)
     stepped(step, data, 1e-10)
     copied = pickle.loads(pickle.dumps(step))
+    # Another process has no kernels yet.
+    assert (step._is_new, copied._is_new) == (False, True)
     assert copied._captured is None
     assert_close(copied(data.clone()).values(), ours(data.clone()).values(), 1e-10)
 

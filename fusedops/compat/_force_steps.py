@@ -19,16 +19,16 @@ from typing import Any, NamedTuple
 import fusedops._frame.needs_torch  # noqa: F401
 
 import torch
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_flatten_with_path, tree_map_only
 
-from fusedops._ahead import compile_ahead
 from fusedops._frame.arrays import allows_tf32
 from fusedops._frame.bridge.modes import transforms
 from fusedops._frame.check import positive, refuse, traced, warn
 from fusedops._kept import Kept, keeping
 from fusedops._layers import has_hooks
 from fusedops.compat._edges import targets_of
-from fusedops.compat._graphs import captured
+from fusedops.compat._graphs import captured, compile_ahead
 from fusedops.compat._pairs import Pairs, inside, vectors
 from fusedops.compat._uma import divides_atoms, has_halves
 
@@ -80,8 +80,8 @@ class ForceStep(torch.nn.Module):
     graph keeps the memory of a step, and of the weights that it reads, with copies of them. After
     changes of weights, layers, or the backbone's attributes, the step is captured anew. A capture
     that fails, as where a model waits for the GPU, leaves the steps to the model, with a warning.
-    Forward hooks of the model's layers run in no replay. Before the first call, and before each
-    capture, the model is evaluated once more, to compile all new kernels side by side.
+    Forward hooks of the model's layers run in no replay. A model without hooks is evaluated once
+    more in the first call, and before each capture, to compile all new kernels side by side.
 
     Where the products of SO(2) convolutions may be TF32's, messages of float32 models in fast modes
     (lmax = 2, fairchem 2.23 or newer) are arrays of float16: TF32 and float16 keep 11 binary digits
@@ -115,7 +115,7 @@ class ForceStep(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # No copy of a graph or a lock can be made.
-        return {**vars(self), "_seen": None, "_captured": None, "_lock": None}
+        return {**vars(self), "_seen": None, "_captured": None, "_lock": None, "_is_new": True}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "_lock": threading.RLock()})
@@ -151,15 +151,10 @@ class ForceStep(torch.nn.Module):
                 self._seen, self._captured, self._fails = kind, None, False
                 if kind is not None and self._is_new:
                     self._is_new = False
-                    self._compile(data)
+                    _compile(self.model, lambda: self.model(copied(data)), data)
             elif not self._fails and (found := self._step(data, begun)):
                 return found.outputs
             return self.model(data)
-
-    def _compile(self, data: Any) -> None:
-        """Compile the kernels of the model's own step; hooks of layers are called once a step."""
-        if not any(map(has_hooks, self.modules())):
-            compile_ahead(lambda: self.model(copied(data)), data["pos"].device)
 
     def _begin(self, data: Any) -> Any:
         """Launch a step, and return its results, which are of no use if the weights have changed.
@@ -276,6 +271,12 @@ def _is_on_gpu(tensor: Any) -> bool:
     return bool(tensor.is_cuda) and not torch.cuda.is_current_stream_capturing()
 
 
+def _compile(model: Any, compute: Any, data: Any) -> None:
+    """Compile the kernels of a model's step side by side, unless hooks would get its results."""
+    if not (_has_any_global_hook() or any(map(has_hooks, model.modules()))):
+        compile_ahead(compute, data["pos"].device)
+
+
 def _inputs(data: Any) -> list[tuple[str, Any]]:
     """Return the tensors that a graph reads, by name."""
     given = [(name, data[name]) for name in sorted(data.keys()) if name not in EDGES]
@@ -327,7 +328,7 @@ class _Captured:
         self.runs = [self._graph(self._choose)]
         # The others are evaluated before they are captured, and need edges.
         self.runs[0].replay()
-        compile_ahead(self._evaluate, pos.device)
+        _compile(model, self._evaluate, data)
         # No kernel may have written the forms there.
         self.kept = keeper()
         self.runs += [self._graph(self._evaluate), self._graph(self._look)]

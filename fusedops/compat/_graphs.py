@@ -13,7 +13,9 @@ import fusedops._frame.needs_torch  # noqa: F401
 
 import torch
 
-#: Of the thread that captures.
+from fusedops._ahead import compiling_ahead
+
+#: Of the thread that captures, or compiles ahead.
 capturing = threading.RLock()
 
 
@@ -51,6 +53,21 @@ def captured(
             raise
         here.wait_stream(aside)
         return graph, result
+
+
+def compile_ahead(compute: Callable[[], Any], device: Any) -> None:
+    """Compile the kernels of a computation side by side, by an evaluation without results.
+
+    Errors are left to the evaluation that has results. A CPU has nothing to compile.
+    """
+    if device.type != "cuda":
+        return
+    with capturing, torch.random.fork_rng([device]):
+        here, (aside, _) = torch.cuda.current_stream(device), _pool(device)
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside), compiling_ahead(device), contextlib.suppress(Exception):
+            compute()
+        here.wait_stream(aside)
 
 
 @contextlib.contextmanager
