@@ -14,6 +14,7 @@ import fusedops
 from fusedops._frame.check import positive, real, refuse
 from fusedops._frame.registry import BackendName
 from fusedops._host.limits import available_memory
+from fusedops.crystal.symmetry import symmetrize
 from fusedops.density import atom_radius, bad_atoms
 from fusedops.density.op import COMPONENTS
 from fusedops.structure import (
@@ -27,6 +28,7 @@ from fusedops.structure import (
     check_structure,
     check_target,
     replacing,
+    spacegroup_number,
 )
 
 __all__ = [
@@ -466,6 +468,8 @@ def crystal_grid(structure: Structure, spacing: float) -> MapGrid:
     if cell is None:
         raise StructureError(f"{path}: it has no unit cell")
     _check_matrices(structure, cell)
+    if not model.spacegroup_hm and (number := spacegroup_number(structure)) not in (None, "1"):
+        raise StructureError(f"{path}: its space group has the number {number}, and no name")
     spacegroup = model.find_spacegroup() if model.spacegroup_hm else gemmi.SpaceGroup("P 1")
     if spacegroup is None:
         raise StructureError(f"{path}: the space group {model.spacegroup_hm!r} is unknown")
@@ -644,12 +648,26 @@ def density_map(
         if part is not total:
             total += part
         advance()
-    if grid.spacegroup:
+    if grid.spacegroup and centring(grid.spacegroup):
+        summed = symmetrize(np.ascontiguousarray(total.T), grid.spacegroup.operations())
+        total.T[...] = summed
+    elif grid.spacegroup:
         ccp4.grid.symmetrize_sum()
     ccp4.update_ccp4_header(2)
     for axis, start in enumerate(grid.start):
         ccp4.set_header_i32(5 + axis, start)
     return ccp4
+
+
+def centring(spacegroup: Any) -> list[list[float]]:
+    """Return the translations of a centred P 1, such as C 1, in units of the cell's edges.
+
+    gemmi takes each group of number 1 for P 1.
+    """
+    if spacegroup.number != 1:
+        return []
+    moves = [np.divide(op.tran, op.DEN).tolist() for op in spacegroup.operations()]
+    return [move for move in moves if any(move)]
 
 
 def _arguments(atoms: ScatteringAtoms, grid: MapGrid) -> tuple[Any, ...]:

@@ -681,9 +681,10 @@ def find_contacts(
     dict
         ``contacts`` of `fusedops.Restraints`. The distance is the sum of the elements' van der
         Waals radii, and 2.85 Å for oxygen with nitrogen or oxygen, which may share a hydrogen;
-        the sigma is 0.3 Å. A contact in the crystal counts once, so that an atom's with its own
-        images, each listed from both of its ends, has the weight ½; and a weight is divided by the
-        number of operations that keep either atom on its special position.
+        the sigma is 0.3 Å. A contact in the crystal counts once, so that each that is listed from
+        both of its ends has the weight ½: an atom's with its own images, and all where NCS makes
+        copies of the file's atoms. A weight is divided by the number of operations that keep either
+        atom on its special position.
 
     Raises
     ------
@@ -733,6 +734,8 @@ def find_contacts(
     contacts = gemmi.ContactSearch(within)
     contacts.ignore = gemmi.ContactSearch.Ignore.Nothing
     contacts.min_occupancy = 1e-9
+    # The inverse of an operation after one of the NCS may be none of the file's.
+    contacts.twice = any(not op.given for op in structure.gemmi.ncs)
     pairs = {
         (f.partner1.atom.serial, f.partner2.atom.serial, f.image_idx)
         for f in contacts.find_contacts(search)
@@ -768,7 +771,7 @@ def find_contacts(
         "indices": table[:, :2],
         "distances": np.where(shares, _HYDROGEN_BOND, radii[i] + radii[j]),
         "sigmas": np.full(len(table), _CONTACT_SIGMA),
-        "weights": np.where(i == j, 0.5, 1.0) / (times[i] * times[j]),
+        "weights": np.where(contacts.twice | (i == j), 0.5, 1.0) / (times[i] * times[j]),
         "images": places,
         "operations": np.array([_operation(cell, *key) for key in keys]).reshape(-1, 3, 4),
     }

@@ -19,7 +19,7 @@ import numpy as np
 
 from fusedops._frame.arrays import ArrayT, namespace
 from fusedops._frame.check import as_array, dtype_name, is_tensor, of_shape, refuse, values
-from fusedops.maps import MapGrid
+from fusedops.maps import MapGrid, centring
 from fusedops.structure import (
     Structure,
     StructureError,
@@ -93,14 +93,15 @@ class Amplitudes:
     hkl : (M, 3) int32 array
         Miller indices, in the order of the file.
     F : (M,) float64 array
-        NaN where the file has no value, or excludes it, or has an intensity that isn't positive.
+        NaN where the file has no value, or excludes it, or has a negative amplitude or an intensity
+        that isn't positive.
     sigma : (M,) float64 array
-        Standard deviations; NaN where F is, or where the file has none.
+        Standard deviations; NaN where F is, or where the file has no positive one.
     free : (M,) bool array
         Whether a reflection is kept for R free, by its status. Numbers in ``pdbx_r_free_flag`` have
         no meaning that all programs share, and aren't read.
     negative : int
-        The number of reflections whose intensity isn't positive.
+        The number of reflections whose intensity isn't positive, or whose amplitude is negative.
     cell : gemmi.UnitCell or None
     spacegroup : gemmi.SpaceGroup or None
 
@@ -219,10 +220,11 @@ def read_amplitudes(path: str | os.PathLike) -> Amplitudes:
             status = np.array([gemmi.cif.as_string(text).lower() for text in texts(name)])
             break
     values[np.isin(status, _EXCLUDED)] = np.nan
-    negative = values <= 0 if power == 2 else np.zeros(len(values), bool)
+    negative = values <= 0 if power == 2 else values < 0
     values[negative] = np.nan
     F = values ** (1 / power)
-    sigma = np.where(np.isnan(F), np.nan, sigma / (power * F ** (power - 1)))
+    has_sigma = np.isfinite(F) & (sigma > 0)
+    sigma = np.where(has_sigma, sigma / (power * F ** (power - 1)), np.nan)
     hkl, free = np.array(indices, np.int32).T, status == "f"
     cell = block.cell if block.cell.is_crystal() else None
     return Amplitudes(hkl, F, sigma, free, int(negative.sum()), cell, block.spacegroup)
@@ -286,12 +288,22 @@ def solvent_mask(structure: Structure, grid: MapGrid, xyz: np.ndarray | None = N
         first = structure.labels[unknown[0]]
         raise StructureError(f"{structure.path}: {first} is of an unknown element")
     copy.expand_ncs(gemmi.HowToNameCopiedChain.Dup)
+    if moves := centring(grid.spacegroup):
+        # gemmi's masks have no copies for these; its copies of chains serve.
+        copy.ncs = [_translation(grid.matrix @ move) for move in moves]
+        copy.expand_ncs(gemmi.HowToNameCopiedChain.Dup)
     mask = gemmi.FloatGrid()
     mask.set_unit_cell(grid.cell)
     mask.spacegroup = grid.spacegroup
     mask.set_size(*grid.shape)
     gemmi.SolventMasker(gemmi.AtomicRadiiSet.Cctbx).put_mask_on_float_grid(mask, copy[0])
     return np.array(mask.array)
+
+
+def _translation(move: np.ndarray) -> Any:
+    """Return gemmi's operation that copies atoms by a translation in Å."""
+    gemmi = _gemmi()
+    return gemmi.NcsOp(gemmi.Transform(gemmi.Mat33(), gemmi.Vec3(*move.tolist())))
 
 
 def _check_grid(op: str, grid: Any) -> None:
@@ -403,7 +415,7 @@ def _parameter(op: str, name: str, x: Any) -> Any:
         refuse(ValueError, op, name, f"has shape {tuple(x.shape)}", "be a number, or of shape ()")
     if not re.match("float|bfloat|u?int", dtype_name(x.dtype)):
         refuse(TypeError, op, name, f"has dtype {dtype_name(x.dtype)}", "be a real number")
-    return x
+    return x.reshape(())
 
 
 def fit_scale(

@@ -268,6 +268,7 @@ def read_structure(path: str | os.PathLike | BinaryIO) -> Structure:
                 _check_columns(block)
                 _, serials, rows = _mmcif_rows(block)
                 model = gemmi.make_structure_from_block(block)
+                _name_spacegroup(model, block)
         if len(rows) == 0:
             raise ValueError("it holds no atoms")
         gemmi_serials, gemmi_xyz, gemmi_labels = _atoms(model[0])
@@ -756,6 +757,31 @@ def _small_structure(block: Any) -> Any:
     return structure
 
 
+def _name_spacegroup(model: Any, block: Any) -> None:
+    """Give a model the name of its space group where gemmi doesn't look for it."""
+    gemmi, string = _gemmi(), _gemmi().cif.as_string
+    name, hall = [
+        string(block.find_value(f"_space_group.name_{kind}") or "?") for kind in ("H-M_alt", "Hall")
+    ]
+    if model.spacegroup_hm or not (name or hall):
+        return
+    if not name:
+        group = gemmi.find_spacegroup_by_ops(gemmi.symops_from_hall(hall))
+        name = group.xhm() if group else hall
+    model.spacegroup_hm = name
+    model.setup_cell_images()
+
+
+def spacegroup_number(structure: Structure) -> str | None:
+    """Return the number of a CIF's space group, if it has one."""
+    if structure._kind == "PDB":
+        return None
+    block = _atom_block(_gemmi().cif.read_string(structure._source))
+    names = "_symmetry.Int_Tables_number", "_space_group.IT_number"
+    values = [block.find_value(of) for name in names for of in (name, name.replace(".", "_"))]
+    return next((value for value in values if value and value not in "?."), None)
+
+
 def _check_columns(block: Any) -> None:
     """Raise ValueError if a table of atoms lacks a column that gemmi needs to read atoms."""
     required = "id type_symbol label_alt_id label_asym_id Cartn_x Cartn_y Cartn_z"
@@ -817,9 +843,10 @@ def cell_texts(structure: Structure) -> tuple[str, list[str]]:
 
 
 def check_numbers(structure: Structure) -> None:
-    """Raise `StructureError` if an atom in a PDB file has an occupancy or B that is no number.
+    """Raise `StructureError` if an atom's occupancy or B is no number, or its B isn't read.
 
-    gemmi would silently read zero.
+    gemmi would silently read zero from a PDB file, and 20 Å² for a B that an mmCIF file lacks. It
+    reads no anisotropic B, but U.
 
     Parameters
     ----------
@@ -831,6 +858,7 @@ def check_numbers(structure: Structure) -> None:
     >>> check_numbers(read_structure(files("fusedops") / "data/1ubi.pdb"))
     """
     if structure._kind != "PDB":
+        _check_b(structure)
         return
     lines = structure._source.splitlines()
     for number in _pdb_rows(structure._source)[0]:
@@ -844,6 +872,24 @@ def check_numbers(structure: Structure) -> None:
                     f"{structure.path}: line {number + 1} has {text.decode('latin-1')!r} for "
                     f"{name}; it should be a number"
                 ) from None
+
+
+def _check_b(structure: Structure) -> None:
+    """Raise `StructureError` if an atom of an mmCIF file has no B, or a CIF has anisotropic B."""
+    block = _atom_block(_gemmi().cif.read_string(structure._source))
+    for u, b in (("_atom_site_anisotrop.U", "[1][1]"), ("_atom_site_aniso_U", "_11")):
+        names = [name + b for name in (u, u[:-1] + "B")]
+        has = [bool(block.find_values(name)) for name in names]
+        if has == [False, True]:
+            raise StructureError(f"{structure.path}: it has {names[1]}; it should have {names[0]}")
+    if structure._kind != "mmCIF":
+        return
+    column = list(block.find_values("_atom_site.B_iso_or_equiv"))
+    for place, row in enumerate(_mmcif_rows(block)[0].tolist()):
+        if not column or column[row] in ("?", "."):
+            raise StructureError(
+                f"{structure.path}: {structure.labels[place]} has no B (_atom_site.B_iso_or_equiv)"
+            )
 
 
 def _moved_pdb(source: bytes, old: np.ndarray, new: np.ndarray) -> bytes:

@@ -103,6 +103,7 @@ def test_parameters_may_be_arrays_without_dimensions_beside_a_tensor():
     s, U = torch.randn(5, 3, requires_grad=True), [0.1, 0.2, 0.3, 0.04, 0.05, 0.06]
     pairs = [
         (k_mask(s, np.array(0.4), np.array(60.0)), k_mask(s, 0.4, 60.0)),
+        (k_mask(s, np.array([[0.4]]), np.array([60.0])), k_mask(s, 0.4, 60.0)),
         (k_total(s, np.array(2.0), [*map(np.array, U)]), k_total(s, 2.0, U)),
         (k_total(s.detach().numpy(), np.array(2.0), torch.tensor(U)), k_total(s, 2.0, U)),
     ]
@@ -428,13 +429,17 @@ def test_amplitudes_of_small_molecules(tmp_path):
 
 def test_amplitudes_of_macromolecules(tmp_path):
     found = amplitudes(tmp_path, "data_empty\n" + MACRO.replace(" <\n", " f\n"))
-    np.testing.assert_array_equal(found.F, [100, -0.5, np.nan, np.nan])
-    np.testing.assert_array_equal(found.sigma, [4, 1, np.nan, np.nan])
+    np.testing.assert_array_equal(found.F, [100, np.nan, np.nan, np.nan])
+    np.testing.assert_array_equal(found.sigma, [4, np.nan, np.nan, np.nan])
     np.testing.assert_array_equal(found.free, [False, True, False, False])
+    assert found.negative == 1
+    for sigma in ("0.0", "-4.0"):
+        none = amplitudes(tmp_path, MACRO.replace("4.0", sigma))
+        np.testing.assert_array_equal([none.F[0], none.sigma[0]], [100, np.nan])
     # Amplitudes are preferred, if with a sigma, and need no status.
     text = MACRO.replace("F_squared_calc", "F_squared_meas").replace("_refln.status\n", "")
     text = re.sub(r" [ox<]\n", "\n", text)
-    np.testing.assert_array_equal(amplitudes(tmp_path, text).F, [100, -0.5, 25, np.nan])
+    np.testing.assert_array_equal(amplitudes(tmp_path, text).F, [100, np.nan, 25, np.nan])
 
 
 @pytest.mark.parametrize("change", [str.lower, str.upper])

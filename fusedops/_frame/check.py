@@ -334,7 +334,9 @@ def outside_of_transforms(op: str, name: str, value: Any) -> Any:
 
 def indices(op: str, name: str, value: Any) -> Any:
     """Return `value` as an array or tensor of int32 or int64. Raises TypeError or ValueError."""
-    value = as_array(op, name, value)
+    is_list, value = isinstance(value, (list, tuple)), as_array(op, name, value)
+    if is_list and not value.size:
+        value = value.astype(np.int64)
     _not_on_meta(op, name, value)
     if is_tensor(value):
         value = value.resolve_neg()

@@ -209,6 +209,8 @@ def _table(
             add_device("Restraints", devices, of, value)
     index = found["indices"]
     of = f"{kind}['indices']"
+    if isinstance(columns["indices"], (list, tuple)) and not index.size:
+        index = found["indices"] = index.astype(np.int64)
     if index.dtype.kind != "i":
         refuse(TypeError, "Restraints", of, f"has dtype {index.dtype}", "be int32 or int64")
     if index.shape != (len(index) if index.ndim else 0, atoms):
