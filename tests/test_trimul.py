@@ -510,3 +510,30 @@ def test_compile_without_recompiling(mask):
         frames.add(counter.frame_count)
     # Numbers like eps make the first compilation start over.
     assert len(frames) == 1
+
+
+@pytest.mark.parametrize("backend", ["cython", "numba", "torch"])
+def test_sums_beyond_float16_have_gradients(backend):
+    """They are float32's in the forward, and normalized; those that float16 holds are infinite."""
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    C = H = 8
+    x = torch.randn(1, 64, 64, C).half()
+    weights = {
+        "p_in_weight": 20 * torch.randn(2 * H, C),
+        "g_in_weight": torch.randn(2 * H, C),
+        "p_out_weight": torch.randn(C, H) / 2,
+        "g_out_weight": torch.randn(C, C) / 2,
+        "p_in_bias": torch.full((2 * H,), 80.0),
+    }
+
+    def gradients(dtype, backend):
+        given = {n: w.half().to(dtype).requires_grad_() for n, w in weights.items()}
+        out = triangle_multiplicative_update(x.to(dtype), **given, backend=backend)
+        out.double().square().mean().backward()
+        return [w.grad.double() for w in given.values()]
+
+    for found, want in zip(
+        gradients(torch.float16, backend), gradients(torch.float64, "torch"), strict=True
+    ):
+        assert ((found - want).norm() / want.norm()) < 0.05

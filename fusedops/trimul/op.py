@@ -258,7 +258,9 @@ def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
     if dy.hidden is not None:
         # `hidden` is internal: only direct calls of the primitive reach here.
         return _gradients(trimul_vjp.Arguments(*arrays, None, dout, *static), dy.hidden)
-    return Call(trimul_vjp, *arrays, y.hidden, dout, *static, out=wanted)
+    # Sums that float16 holds as infinite are computed anew: their normalized values are small.
+    hidden = None if dtype_name(a.x.dtype) == "float16" else y.hidden
+    return Call(trimul_vjp, *arrays, hidden, dout, *static, out=wanted)
 
 
 _SIZES: dict[str, Any] = {
@@ -280,7 +282,7 @@ trimul = Primitive(
 trimul_vjp = Primitive(
     "triangle_multiplicative_update_vjp",
     family="trimul",
-    arrays={**ARRAYS, "hidden": "(*B, H, N, N)", "dout": "(*B, N, N, D)"},
+    arrays={**ARRAYS, "hidden": "(*B, H, N, N), optional", "dout": "(*B, N, N, D)"},
     static=STATIC,
     sizes=_SIZES,
     outputs={f"d{name}": f"like {name}" for name in ARRAYS},
