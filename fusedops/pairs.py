@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from fusedops._frame import registry
 from fusedops._frame.bridge.modes import transforms
 from fusedops._frame.check import at_least_one, is_dtensor, one_of, traced
+from fusedops._frame.torch_private import private
 from fusedops._layers import check_container, check_tensors, is_plain
 from fusedops._products import linear_products
 from fusedops._swaps import serves
@@ -116,7 +117,8 @@ def in_parts(
         for x, at in zip(given, axes, strict=False)
     )
     parts = zip(*split, strict=True)
-    if torch.is_grad_enabled():
+    # Transforms of torch.func refuse the hooks of checkpoints.
+    if torch.is_grad_enabled() and not private().transforming():
         done = [checkpoint(function, *part, use_reentrant=False) for part in parts]
     else:
         done = [function(*part) for part in parts]

@@ -337,3 +337,26 @@ def test_bad_arguments_of_tokens_are_named(changes, message):
     given = {"mask": None, "num_heads": H, **tokens(torch.float32)} | changes
     with pytest.raises((TypeError, ValueError), match=f"attention_pair_bias: {message}"):
         ours.attention_pair_bias(**given)
+
+
+@pytest.mark.parametrize("inf", [1e6, 1e9])
+def test_a_sample_without_tokens_is_one_with_all(inf):
+    """A bias on all of its keys changes no weight; as logits it left no digits of the others."""
+    torch.manual_seed(0)
+    N, C, Z, H, inner = 5, 8, 6, 2, 16
+    a, z = torch.randn(2, N, C), torch.randn(2, N, N, Z)
+    mask = torch.ones(2, N, dtype=torch.bool)
+    weights = {f"w_proj_{name}": torch.randn(inner, C) / 3 for name in "qkvg"}
+    weights |= {"w_proj_o": torch.randn(C, inner) / 3, "w_proj_z": torch.randn(H, Z)}
+    none = dict.fromkeys(("w_ln_a", "b_ln_a", "b_proj_q"))
+    bias = torch.randn(inner, requires_grad=True)
+
+    def first(mask):
+        given = {**weights, **none, "b_proj_v": bias, "inf": inf}
+        out = ours.attention_pair_bias(a, z, mask, H, **given)[0][0]
+        return out, torch.autograd.grad(out.sum(), bias)[0]
+
+    want = first(mask)
+    mask[0] = False
+    for got, wanted in zip(first(mask), want, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)

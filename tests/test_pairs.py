@@ -602,3 +602,23 @@ def test_rows_without_edges_on_a_gpu(attention, starting):
         found.append([out, *torch.autograd.grad(out, [x, *each.parameters()], dz.to(dtype))])
     for want, got in zip(*found, strict=True):
         assert (got.double() - want).norm() < 0.05 * want.norm()
+
+
+# Torch's own rules of forward mode are scripted.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("transform", ["grad", "jvp"])
+def test_transforms_of_modules_in_parts(transform):
+    """Transforms refuse the hooks of checkpoints, which parts have otherwise."""
+    torch.manual_seed(0)
+    block = randomized(PairBlock(8, pairwise_head_width=4, pairwise_num_heads=2)).double().eval()
+    z = torch.randn(1, 6, 6, 8, dtype=torch.float64)
+
+    def derivative(chunk):
+        def function(z):
+            return block(z, None, chunk)
+
+        if transform == "grad":
+            return torch.func.grad(lambda z: function(z).square().sum())(z)
+        return torch.func.jvp(function, (z,), (z.cos(),))[1]
+
+    torch.testing.assert_close(derivative(2), derivative(None), rtol=1e-9, atol=1e-12)

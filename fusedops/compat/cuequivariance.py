@@ -41,7 +41,7 @@ from fusedops.attention.op import MISSING
 from fusedops.compat._packages import Package
 from fusedops.compat.causal_conv1d import need_float, need_integers, need_tensor
 from fusedops.nn import autocast_precision
-from fusedops.pairs import autocasts, by_torch, expanded, in_parts
+from fusedops.pairs import absent_keys, autocasts, by_torch, expanded, in_parts
 
 __all__ = [
     "TriMulPrecision",
@@ -581,7 +581,9 @@ def attention_pair_bias(
         if mask.shape not in ((batch, tokens), (total, tokens)):
             should = f"be ({batch}, {tokens}) or ({total}, {tokens})"
             refuse(ValueError, op, "mask", f"has shape {tuple(mask.shape)}", should)
-        absent = (1 - mask.to(v.dtype)).reshape(batch, mask.shape[0] // batch, 1, 1, tokens)
+        # A bias on all keys of a sample would change nothing but the logits' digits.
+        absent, _ = absent_keys(mask, v.dtype)
+        absent = absent.reshape(batch, mask.shape[0] // batch, 1, 1, tokens)
         given.append(absent.expand(batch, samples, 1, 1, tokens))
     missing = -min(inf, torch.finfo(v.dtype).max / 2)
 
