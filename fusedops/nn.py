@@ -15,7 +15,7 @@ import torch
 # Imported now: torch.compile can't import the bridge while it traces a call.
 import fusedops._frame.bridge  # noqa: F401
 from fusedops._frame.arrays import wide
-from fusedops._frame.bridge.modes import watched
+from fusedops._frame.bridge.modes import differentiates, watched
 from fusedops._frame.check import (
     at_least_one,
     holds,
@@ -484,7 +484,7 @@ class DynamicShortConvolution(torch.nn.Module):
         update = output_final_state or decoding
         whole = cache is None and cu_seqlens is None and x.itemsize == 2
         given = self._given(generator_input, decoding, whole)
-        recorded = watched((x, *given, cache))
+        recorded = differentiates((x, *given, cache))
         if cache is not None and decoding and not recorded:
             (kernels,) = given
             y = dynamic_conv_step(x, cache, kernels, activation=activation, backend=backend)
@@ -871,7 +871,7 @@ class JetBlock(torch.nn.Module):
         )
         g = log_gates(self.a_proj(x), self.A_log, self.dt_bias)
         given = q, k, v.unflatten(-1, heads), g, self.b_proj(x).sigmoid()
-        recorded = watched((*given, state))
+        recorded = differentiates((*given, state))
         if state is not None and x.shape[1] == 1 and cu_seqlens is None and not recorded:
             o = gated_delta_rule_step(*given, state, backend=self.backend)
         else:
@@ -901,11 +901,11 @@ class JetBlock(torch.nn.Module):
         of_shape(
             name, "cache[1]", cache[1], (count, self.num_heads, self.head_k_dim, self.head_v_dim)
         )
-        holds(name, "cache[1]", cache[1], x, "hidden_states")
+        for at, each in enumerate(cache):
+            holds(name, f"cache[{at}]", each, x, "hidden_states")
         if update:
             copied = x.shape[1] != 1 or cu_seqlens is not None
-            if torch.is_grad_enabled():
-                copied = copied or watched((x, *cache, *self.parameters()))
+            copied = copied or differentiates((x, *cache, *self.parameters()))
             for at, each in enumerate(cache):
                 check_update(name, f"cache[{at}]", each, copied)
         return cache

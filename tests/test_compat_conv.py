@@ -523,3 +523,36 @@ def test_a_step_rounds_no_wider_cache(grad):
     y, _ = module.step(x, None, cache)
     assert y.dtype == x.dtype
     assert torch.equal(cache, want)
+
+
+def test_a_decoding_step_has_forward_derivatives():
+    """And a jvp doesn't update the cache of another call."""
+    torch.manual_seed(0)
+    layer = fla.ShortConvolution(8, 4).double().requires_grad_(False)
+    cache, x, tx = (torch.randn(2, *shape).double() for shape in ((8, 4), (1, 8), (1, 8)))
+
+    def step(x):
+        return layer(x, cache=cache.clone())[0]
+
+    out, tangent = torch.func.jvp(step, (x,), (tx,))
+    torch.testing.assert_close(out, step(x))
+    want = (step(x + 1e-4 * tx) - step(x - 1e-4 * tx)) / 2e-4
+    torch.testing.assert_close(tangent, want, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"cache_seqlens": [1, -1]}, "cache_seqlens has -1; it should be at least 0"),
+        ({"L": 0, "W": 1, "cache_seqlens": [1, 1]}, "cache_seqlens is given; conv_state should"),
+        ({"shared": True}, "conv_state shares memory with x; it should not"),
+    ],
+)
+def test_an_update_names_its_own_arguments(more, message):
+    state, weight = torch.randn(2, 3, more.get("L", 3)), torch.randn(3, more.get("W", 4))
+    x = state[:, :, 0] if "shared" in more else torch.randn(2, 3)
+    given = (
+        {"cache_seqlens": torch.tensor(more["cache_seqlens"])} if "cache_seqlens" in more else {}
+    )
+    with pytest.raises(ValueError, match=f"causal_conv1d_update: {message}"):
+        causal_conv1d.causal_conv1d_update(x, state, weight, **given)

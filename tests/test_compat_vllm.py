@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from causal import random, reference  # noqa: E402
-from fusedops.compat import sglang, vllm  # noqa: E402
+from fusedops.compat import causal_conv1d, sglang, vllm  # noqa: E402
 
 D, W = 8, 4
 
@@ -215,23 +216,20 @@ def test_sglang_keeps_the_states_between_tokens(tokens):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_a_graph_writes_no_windows_to_rows_that_there_are_not():
-    """No value is read there, so that it can't be an error, as on a GPU."""
+    """They aren't read there, so that they can't be an error, as on a GPU; slots are."""
     weight, x, states = random(D, W), random(2, D), random(3, D, W - 1)
-    decode = torch.compile(sglang.causal_conv1d_update, fullgraph=True, backend="aot_eager")
-    for rows, slots, changed in (
-        ((7, 0), (2, 1), [0]),
-        ((1, 0), (9, 2), [0]),
-        ((5, 6), (0, 1), []),
-    ):
+    compiled = torch.compile(sglang.causal_conv1d_update, fullgraph=True, backend="aot_eager")
+
+    def decode(rows, slots):
         windows = torch.zeros(2, 1, D, W - 1, dtype=torch.float64)
-        decode(
-            x,
-            states,
-            weight,
-            conv_state_indices=torch.tensor(slots),
-            intermediate_conv_window=windows,
-            intermediate_state_indices=torch.tensor(rows),
-        )
+        given = {"conv_state_indices": torch.tensor(slots), "intermediate_conv_window": windows}
+        compiled(x, states, weight, **given, intermediate_state_indices=torch.tensor(rows))
+        return windows
+
+    with pytest.raises(ValueError, match="slots has 9; it should be below 3"):
+        decode((1, 0), (9, 2))
+    for rows, slots, changed in (((7, 0), (2, 1), [0]), ((5, 6), (0, 1), [])):
+        windows = decode(rows, slots)
         assert windows.flatten(1).any(1).nonzero()[:, 0].tolist() == changed
     none = torch.zeros(0, 1, D, W - 1, dtype=torch.float64)
     given = {"intermediate_conv_window": none, "intermediate_state_indices": torch.tensor([-1, -1])}
@@ -327,3 +325,35 @@ def test_bad_arguments(function, changes, message):
         function(**{name: states, "weight": torch.ones(D, W)} | changes)
     assert (states == 1).all()
     assert torch.equal(changes["x"], before)
+
+
+def test_boundaries_that_another_library_writes():
+    """Torch doesn't count writes of NumPy, or of another process, to memory on the CPU."""
+    torch.manual_seed(0)
+    x, weight, states = torch.randn(3, 5), torch.randn(3, 4), torch.randn(3, 3, 3)
+    starts = torch.tensor([0, 2, 5])
+    vllm.causal_conv1d_fn(x, weight, None, states.clone(), starts)
+    np.from_dlpack(starts)[1] = 3
+    found = vllm.causal_conv1d_fn(x, weight, None, states.clone(), starts)
+    want = vllm.causal_conv1d_fn(x, weight, None, states.clone(), torch.tensor([0, 3, 5]))
+    assert torch.equal(found, want)
+    numbers = torch.tensor([[0, 0, 1, 1, 1]], dtype=torch.int32)
+    causal_conv1d.causal_conv1d_fn(x[None], weight, None, numbers)
+    numbers.data[0, 2] = 0
+    found = causal_conv1d.causal_conv1d_fn(x[None], weight, None, numbers)
+    want = causal_conv1d.causal_conv1d_fn(x[None], weight, None, numbers.clone())
+    assert torch.equal(found, want)
+
+
+def test_outputs_that_are_arguments_are_refused():
+    weight, states, x = torch.randn(3, 4), torch.randn(4, 3, 3), torch.randn(2, 3)
+    slots, before = torch.tensor([1, 2]), states.clone()
+    for out, name in ((states[1:3, :, 0], "conv_state"), (weight.T[:2], "weight")):
+        with pytest.raises(ValueError, match=f"out shares memory with {name}; it should not"):
+            vllm.causal_conv1d_update(x, states, weight, None, None, slots, out=out)
+    starts = torch.tensor([0, 1, 2])
+    for more in ((), (None, starts)):
+        given = states[:2, :, 0], states, weight, None, None, torch.tensor([2, 3]), *more
+        with pytest.raises(ValueError, match="conv_state shares memory with x; it should not"):
+            vllm.causal_conv1d_update(*given)
+    assert torch.equal(states, before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import weakref
 
@@ -476,3 +477,37 @@ def test_second_derivatives_of_sixteen_bits_round_once(activation):
         second.append(torch.autograd.grad(first, arrays, along))
     for a, b in zip(*second, strict=True):
         assert error(a.double().numpy(), b.numpy()) < TOLERANCE["bfloat16"]
+
+
+def test_a_pullback_without_cotangents_returns_zeros():
+    x, kernels = np.ones((1, 4, 3)), np.ones((3, 2))
+    _, pullback = fusedops.dynamic_conv.vjp(x, kernels, output_final_state=True)
+    for found, array in zip(pullback(None, None), (x, kernels), strict=True):
+        np.testing.assert_array_equal(found, np.zeros_like(array))
+        assert found.dtype == array.dtype
+
+
+@pytest.mark.parametrize(
+    ("slots", "positions", "message"),
+    [
+        ([1, 1], None, "slots has 1 twice"),
+        ([0, 7], None, "slots has 7; it should be below 4"),
+        ([0, 1], [4, -2], "positions has -2; it should be at least 0"),
+    ],
+)
+def test_a_compiled_step_checks_its_slots(slots, positions, message):
+    torch = pytest.importorskip("torch")
+
+    @functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+    def step(x, state, kernels, slots, positions):
+        options = {"slots": slots, "positions": positions}
+        return fusedops.dynamic_conv_step(x, state, kernels, **options)
+
+    def run(slots, positions):
+        positions = None if positions is None else torch.tensor(positions)
+        given = torch.ones(2, 3), torch.zeros(4, 3, 4), torch.ones(3, 4), torch.tensor(slots)
+        return step(*given, positions)
+
+    run([0, 2], None if positions is None else [0, 3])
+    with pytest.raises(ValueError, match=message):
+        run(slots, positions)

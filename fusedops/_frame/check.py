@@ -194,6 +194,14 @@ def sharing(one: Any, others: Sequence[Any]) -> Callable[[Any, Sequence[Any]], i
     return by_addresses
 
 
+def need_apart(op: str, name: str, array: Any, others: dict[str, Any]) -> None:
+    """Raise ValueError if an array that is written to may share memory with others, by name."""
+    values = [*others.values()]
+    at = None if traced() else sharing(array, values)(array, values)
+    if at is not None:
+        refuse(ValueError, op, name, f"shares memory with {[*others][at]}", "not")
+
+
 def _view(array: Any) -> np.ndarray:
     """Return an array as it is, and a tensor's memory on the CPU as an array."""
     if isinstance(array, np.ndarray):

@@ -386,7 +386,9 @@ class Op(Generic[F_co]):
 
     def as_given(self, bound: Bound, argument: str, dx: Any) -> Any:
         """Return a cotangent of the primitive's array in the shape and dtype of the argument."""
-        if dx is None or argument not in (*self.filled, *self.by_request):
+        if dx is None:
+            return np.zeros_like(bound.arrays[argument])
+        if argument not in (*self.filled, *self.by_request):
             return dx
         given = bound.arrays[argument]
         if bound.lead is not None and self.declared[argument].lead:

@@ -106,6 +106,8 @@ class Primitive:
         these keeps the shape of the array instead of the array.
     mutates : tuple of str
         The arrays that are updated in place; a primitive with any has no derivative.
+    check : callable, optional
+        Raises if a record's values are bad, in each run of a graph; an op checks its own calls.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class Primitive:
         saves: tuple[str, ...] = (),
         read_for: dict[str, tuple[str, ...]] | None = None,
         mutates: tuple[str, ...] = (),
+        check: Callable[[Any], Any] | None = None,
     ) -> None:
         self.name = name
         self.family = family
@@ -150,6 +153,7 @@ class Primitive:
         self.saves = saves
         self.read_for = read_for
         self.mutates = mutates
+        self.check = check
         #: Whether 16-bit floats have outputs of 16 bits: sums over them are float32.
         self.sixteen_bits = any([output.rule != "summed of" for output in self._outputs])
         self.all: tuple[bool, ...] = (True,) * len(outputs)

@@ -62,8 +62,9 @@ def _sequences(starts: torch.Tensor, tokens: int) -> fusedops.Sequences | torch.
             return fusedops.Sequences(all_starts, num_tokens=tokens)
         return fusedops.Sequences.on_device(all_starts, num_tokens=tokens)
 
-    if starts.is_cuda and torch.cuda.is_current_stream_capturing():
-        # Each run of the CUDA graph reads the boundaries anew.
+    if starts.is_cpu or (starts.is_cuda and torch.cuda.is_current_stream_capturing()):
+        # Torch doesn't count all writes, as of NumPy and other processes. Each run of a CUDA graph
+        # reads the boundaries anew.
         return make()
     # `rest` keeps these sequences apart from the ones that an op makes of the same tensor.
     return fusedops.Sequences.kept((starts,), {"num_tokens": tokens, "rest": True}, make)

@@ -21,6 +21,7 @@ from fusedops._frame.check import (
     dtype_name,
     flag,
     holds,
+    need_apart,
     no_overlap,
     of_shape,
     one_of,
@@ -135,8 +136,8 @@ def _begins(seq_idx: torch.Tensor) -> torch.Tensor:
 def _numbered(seq_idx: torch.Tensor) -> tuple[fusedops.Sequences | torch.Tensor, bool]:
     """Return the sequences of the tokens of a batch, and whether some tokens may be padding.
 
-    The host reads the numbers once, and again only after a write to them. For a graph it doesn't:
-    a graph has as many sequences as tokens, and the sequences left over at the end are empty.
+    The host reads the numbers, those of a GPU again only after a write to them. For a graph it
+    doesn't: a graph has as many sequences as tokens, and those left over at the end are empty.
     """
     count = seq_idx.numel()
     if traced():
@@ -149,7 +150,8 @@ def _numbered(seq_idx: torch.Tensor) -> tuple[fusedops.Sequences | torch.Tensor,
         starts = torch.nn.functional.pad(_begins(seq_idx).nonzero()[:, 0], (0, 1), value=count)
         return fusedops.Sequences(starts), bool((seq_idx < 0).any())
 
-    return fusedops.Sequences.kept((seq_idx,), {}, make)
+    # Torch doesn't count all writes, as of NumPy and other processes.
+    return make() if seq_idx.is_cpu else fusedops.Sequences.kept((seq_idx,), {}, make)
 
 
 def causal_conv1d_fn(
@@ -432,6 +434,13 @@ def _need_update(
     need_activation(name, activation)
     if cache_seqlens is not None:
         need_integers(name, "cache_seqlens", cache_seqlens, (B,), x)
+        if not conv_state.shape[2]:
+            raise ValueError(f"{name}: cache_seqlens is given; conv_state should then have inputs")
+        if not traced() and cache_seqlens.is_cpu and (cache_seqlens < 0).any():
+            least = int(cache_seqlens.min())
+            raise ValueError(f"{name}: cache_seqlens has {least}; it should be at least 0")
+    read = {"x": x, "weight": weight, "bias": bias, "cache_seqlens": cache_seqlens}
+    need_apart(name, "conv_state", conv_state, read | {"conv_state_indices": conv_state_indices})
     if conv_state_indices is not None:
         need_integers(name, "conv_state_indices", conv_state_indices, (B,), x)
         if not traced() and conv_state_indices.is_cpu:

@@ -20,7 +20,7 @@ import torch
 
 import fusedops
 from fusedops._frame.arrays import wide
-from fusedops._frame.bridge.modes import watched
+from fusedops._frame.bridge.modes import differentiates
 from fusedops._frame.check import of_shape, one_of
 from fusedops.compat._packages import Package
 from fusedops.compat.causal_conv1d import (
@@ -254,7 +254,7 @@ def _update(
     activation: Activation | None,
 ) -> torch.Tensor:
     """Shift tokens (N, D) into the cache, and return their convolution, with its gradients."""
-    if not watched((tokens, cache, weight, bias, residual)):
+    if not differentiates((tokens, cache, weight, bias, residual)):
         return fusedops.dynamic_conv_step(
             tokens, cache, weight, bias=bias, residual=residual, activation=activation
         )

@@ -18,7 +18,7 @@ import fusedops._frame.needs_torch  # noqa: F401
 
 import torch
 
-from fusedops._frame.check import flag, no_overlap, of_shape, traced, writable
+from fusedops._frame.check import flag, need_apart, no_overlap, of_shape, traced, writable
 from fusedops.compat import causal_conv1d
 from fusedops.compat._paged import convolved, decoded, named
 from fusedops.compat.causal_conv1d import (
@@ -242,6 +242,9 @@ def causal_conv1d_update(
         if out.requires_grad:
             raise ValueError(f"{op}: out requires grad; it should not, as the result has none")
         writable(op, "out", out)
+        read = {"conv_state": conv_state, "weight": weight, "bias": bias}
+        read |= {"conv_state_indices": conv_state_indices, "query_start_loc": query_start_loc}
+        need_apart(op, "out", out, read | {"num_accepted_tokens": num_accepted_tokens})
     if written is not None:
         no_overlap(op, "x" if out is None else "out", written)
     slots = conv_state_indices
@@ -259,6 +262,7 @@ def causal_conv1d_update(
             tokens, states, weight, bias, named(activation), None, slots
         )
     else:
+        need_apart(op, "conv_state", conv_state, {"x": x})
         result = decoded(
             op,
             tokens,

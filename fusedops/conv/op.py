@@ -297,6 +297,7 @@ conv_step = Primitive(
     outputs={"out": "like x"},
     formula=_step_formula,
     mutates=("state",),
+    check=lambda a: _check_step(a),
 )
 
 

@@ -218,7 +218,7 @@ def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
 _ARRAYS = {
     "q": "(B, T, H, K), H > 0, K > 0",
     "k": "(B, T, H, K)",
-    "v": "(B, T, HV, V)",
+    "v": "(B, T, HV, V), HV > 0",
     "g": "(B, T, HV)",
     "beta": "(B, T, HV)",
     "initial_state": "(S, HV, K, V), optional",
@@ -269,7 +269,7 @@ delta_step = Primitive(
     arrays={
         "q": "(B, H, K) or (B, T, H, K), H > 0, K > 0",
         "k": "(B, H, K) or (B, T, H, K)",
-        "v": "(B, HV, V) or (B, T, HV, V)",
+        "v": "(B, HV, V) or (B, T, HV, V), HV > 0",
         "g": "(B, HV) or (B, T, HV)",
         "beta": "(B, HV) or (B, T, HV)",
         "state": "(N, HV, K, V)",
@@ -283,6 +283,7 @@ delta_step = Primitive(
     outputs={"out": "like v as q"},
     formula=_step_formula,
     mutates=("state",),
+    check=lambda a: _check_step(a),
 )
 
 

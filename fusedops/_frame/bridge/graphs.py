@@ -109,6 +109,8 @@ class _Registered:
     def evaluate(self, *args: Any) -> Any:
         self.refuse_tangents()
         a, slots, backend = self.record(args)
+        if self.primitive.check is not None:
+            self.primitive.check(a)
         with self.asking(backend):
             # A call of the primitive would come back here where a mode is set but switched off.
             run = self.primitive.plan(a, slots) or evaluation(self.primitive, a, slots)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from fusedops._frame.check import traced
 from fusedops._frame.torch_private import private
 
 _transforming, _dispatch_modes = private().transforming, private().dispatch_modes
@@ -30,6 +31,12 @@ def has_tangent(tensors: Sequence[torch.Tensor | None]) -> bool:
     return _dual_level() >= 0 and any(
         [x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors]
     )
+
+
+def differentiates(tensors: Sequence[torch.Tensor | None]) -> bool:
+    """Return whether operations on the tensors may have derivatives, or are mapped."""
+    # Compilers trace neither transforms nor tangents.
+    return watched(tensors) or (not traced() and (_transforming() or has_tangent(tensors)))
 
 
 @contextlib.contextmanager

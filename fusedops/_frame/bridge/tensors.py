@@ -54,14 +54,17 @@ def values(tensor: torch.Tensor) -> np.ndarray:
 
 
 def versioned(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether torch counts all writes: no array shares the memory, which fixes its size."""
-    return all(
-        [
-            not tensor.is_inference()
-            and not (tensor.is_cpu and not tensor.untyped_storage().resizable())
-            for tensor in tensors
-        ]
-    )
+    """Return whether torch counts all writes.
+
+    No array shares the memory, which fixes its size, and no other process.
+    """
+    return all([not tensor.is_inference() and _is_own(tensor) for tensor in tensors])
+
+
+def _is_own(tensor: torch.Tensor) -> bool:
+    if not tensor.is_cpu:
+        return True
+    return tensor.untyped_storage().resizable() and not tensor.is_shared()
 
 
 def states(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
