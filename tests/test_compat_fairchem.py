@@ -956,6 +956,23 @@ def test_atoms_on_each_other_part(uncaptured, version):
     assert calls == [1, 2, 1, 1, 2, 2, 1]
 
 
+def test_atoms_far_outside_of_the_cell(uncaptured):
+    """As those inside of it, where the model's own graph misses edges."""
+    step = uma.ForceStep(Forces(*model("umas_fast_pytorch", regress_stress=True)))
+    data = systems(2)
+    step(data.clone())
+    own, of = data["pos"].clone(), data["cell"].index_select(0, data["batch"])
+    want, misses = step.model(data.clone()), False
+    for cells in torch.tensor([[0, 0, 0], [1, -2, 0], [3, 0, 5], [-4, 4, 1]]).double():
+        data["pos"] = own.clone()
+        shifts = (cells[:, None] * of).sum(1)
+        data["pos"][::3] += shifts[::3]
+        found = step(data.clone())
+        assert_close(found.values(), want.values(), 1e-9)
+        misses |= (step.model(data.clone())["energy"] != want["energy"]).any().item()
+    assert misses
+
+
 def test_positions_that_are_no_numbers(uncaptured):
     """The model has no energy, whether or not the atom is in a place without an edge."""
     ours = Forces(*model("umas_fast_pytorch", regress_stress=True))

@@ -75,6 +75,7 @@ class ForceStep(torch.nn.Module):
 
     Notes
     -----
+    Periodic atoms may lie outside of the cell, where fairchem's own graphs miss edges of far ones.
     Pairs are found anew once twice the farthest move of an atom, besides the cell's strain, and the
     strain times the cutoff add up to more than the skin; and when periodicity or systems change. A
     graph keeps the memory of a step, and of the weights that it reads, with copies of them. After
@@ -347,8 +348,14 @@ class _Captured:
         backbone = self.backbone
         if not backbone.otf_graph:
             return data["edge_index"], data["cell_offsets"].to(data["pos"])
-        wide, pos = backbone.cutoff + self.skin + 2 * _APART, data["pos"].detach()
-        # fairchem leaves out atoms that lie on each other, which may part within the skin.
+        wide = backbone.cutoff + self.skin + 2 * _APART
+        pos, cell, batch = (x.detach() for x in _atoms(data))
+        # fairchem misses edges of atoms that lie far outside of the cell.
+        inside_cell = (pos[:, :, None] * _inverse(cell).index_select(0, batch)).sum(1)
+        pbc = data["pbc"].reshape(-1, 3).index_select(0, batch)
+        cells = torch.where(pbc, inside_cell.floor(), 0.0)
+        pos = pos - (cells[:, :, None] * cell.index_select(0, batch)).sum(1)
+        # It leaves out atoms that lie on each other, which may part within the skin.
         numbers = torch.Generator(pos.device).manual_seed(0)
         moves = torch.rand(pos.shape, generator=numbers, dtype=pos.dtype, device=pos.device)
         parted = copied(data)
@@ -358,7 +365,9 @@ class _Captured:
         offsets = found["cell_offsets"]
         # Edges that fairchem adds, to none or to fill a chunk, come first and have no offset.
         added = found["edge_index"].shape[1] - len(offsets)
-        return found["edge_index"][:, added:], offsets.to(pos)
+        pairs = found["edge_index"][:, added:]
+        of_source, of_target = (cells.index_select(0, end) for end in pairs)
+        return pairs, offsets.to(pos) - of_source + of_target
 
     def _keep(self, data: Any, pairs: Any, offsets: Any) -> bool:
         """Take pairs, if there is room for them."""
