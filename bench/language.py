@@ -142,6 +142,9 @@ def _half_mean_square(y: Any) -> Any:
     return 0.5 * (y.float() if y.itemsize == 2 else y).square().mean()
 
 
+#: The most tokens of a sequence for which a loop over chunks of 64 is compiled.
+MOST_COMPILED = 4096
+
 KEYS, VALUES = 96, 256
 """Channels of a head in Jet-Nemotron's model of 2 billion parameters."""
 
@@ -459,18 +462,16 @@ def jet_block_in_torch(problem: Layer, device: str) -> Steps:
 
 @peer("torch.compile", *JET_BLOCK, quick=False)
 def jet_block_compiled(problem: Layer, device: str) -> Steps:
-    """The same, compiled but for the loop over chunks, which would be unrolled."""
+    """The same, compiled as one function with its loop over chunks, for which it takes minutes."""
     import torch
 
+    if problem.x.shape[1] > MOST_COMPILED:
+        raise Unsuited(f"more than {MOST_COMPILED // 64} chunks take it too long to compile")
     torch.compiler.reset()
-    compiled = partial(torch.compile, dynamic=False)
-    # If a function around the loop were disabled, torch would compile the loop.
-    loop = torch.compiler.disable(_rule_by_chunks, recursive=False)
-    rule = partial(loop, prepare=compiled(_prepared_chunks), step=compiled(_step_of_chunk))
 
     def make(given: Layer) -> tuple[Any, Any]:
-        function, parameters = _formula_of_block(given, rule)
-        return compiled(function), parameters
+        function, parameters = _formula_of_block(given, _rule_by_chunks)
+        return torch.compile(function, dynamic=False), parameters
 
     steps = _block_by(make, problem, device, problem.dtype).steps()
     # A compiled backward frees what the forward has kept: by itself it can't be timed again.
@@ -521,22 +522,14 @@ def _step_of_chunk(
     return q @ S + attention @ u, decay * S + k.mT @ u
 
 
-def _rule_by_chunks(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    S: Any,
-    prepare: Callable[..., Any] = _prepared_chunks,
-    step: Callable[..., Any] = _step_of_chunk,
-) -> tuple[Any, Any]:
+def _rule_by_chunks(q: Any, k: Any, v: Any, g: Any, beta: Any, S: Any) -> tuple[Any, Any]:
     """Return the delta rule, a chunk after the other, as programs without fla compute it."""
     import torch
 
     outs = []
-    for parts in zip(*prepare(*[x.to(S.dtype) for x in (q, k, v, g, beta)]), strict=True):
-        out, S = step(S, *parts)
+    chunks = _prepared_chunks(*[x.to(S.dtype) for x in (q, k, v, g, beta)])
+    for parts in zip(*chunks, strict=True):
+        out, S = _step_of_chunk(S, *parts)
         outs.append(out)
     out = torch.stack(outs).movedim((0, 2), (1, 3)).flatten(1, 2)[:, : q.shape[1]]
     return out / KEYS**0.5, S
