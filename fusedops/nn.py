@@ -901,8 +901,7 @@ class JetBlock(torch.nn.Module):
         of_shape(
             name, "cache[1]", cache[1], (count, self.num_heads, self.head_k_dim, self.head_v_dim)
         )
-        for at, each in enumerate(cache):
-            holds(name, f"cache[{at}]", each, x, "hidden_states")
+        holds(name, "cache[1]", cache[1], x, "hidden_states")
         if update:
             copied = x.shape[1] != 1 or cu_seqlens is not None
             copied = copied or differentiates((x, *cache, *self.parameters()))

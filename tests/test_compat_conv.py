@@ -525,8 +525,9 @@ def test_a_step_rounds_no_wider_cache(grad):
     assert torch.equal(cache, want)
 
 
+# Torch's own rules of forward mode are scripted.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 def test_a_decoding_step_has_forward_derivatives():
-    """And a jvp doesn't update the cache of another call."""
     torch.manual_seed(0)
     layer = fla.ShortConvolution(8, 4).double().requires_grad_(False)
     cache, x, tx = (torch.randn(2, *shape).double() for shape in ((8, 4), (1, 8), (1, 8)))
