@@ -7,6 +7,7 @@ Torch doesn't tell of every write to a weight, so a copy of each is kept, for a 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -28,16 +29,22 @@ class Kept:
         Of the kernels.
     halves : bool
         Whether messages are of float16, and forms of their weights, too.
+    splits : bool
+        Whether kernels that make messages of float32 split them for products.
     """
 
-    def __init__(self, weights: Iterable[Any], device: Any, halves: bool = False) -> None:
-        self.device, self.halves = device, halves
+    def __init__(
+        self, weights: Iterable[Any], device: Any, halves: bool = False, splits: bool = False
+    ) -> None:
+        self.device, self.halves, self.splits = device, halves, splits
         self._weights = [x.detach() for x in weights]
         #: The bytes of each weight's memory by its address, and None for a form's.
         self._bytes: dict[int, Any] = {_memory(x): _bytes(x) for x in self._weights if _memory(x)}
         #: Copies of the bytes, of when the first form of a weight was made.
         self._copies: dict[int, Any] = {}
         self._forms: dict[Any, tuple[Any, Callable[[Any], Any]]] = {}
+        #: Forms of arrays by their addresses, with their memory and versions.
+        self._noted: dict[tuple[int, ...], tuple[Any, list[Any], list[int]]] = {}
 
     def form(self, weight: Any, name: str, make: Callable[..., Form]) -> Form:
         """Return the form of a weight, or of a form, that was made before."""
@@ -54,6 +61,30 @@ class Kept:
                 if isinstance(x, torch.Tensor):
                     self._bytes.setdefault(_memory(x), None)
         return self._forms[key][0]
+
+    def note(self, form: Any, *arrays: Any) -> None:
+        """Keep a form of arrays, which kernels have just made, for `take`, while they live."""
+        alive = {
+            at: noted
+            for at, noted in self._noted.items()
+            if all([of() is not None for of in noted[1]])
+        }
+        memory = [weakref.ref(x.untyped_storage()) for x in arrays]
+        at = tuple([x.data_ptr() for x in arrays])
+        self._noted = {**alive, at: (form, memory, [x._version for x in arrays])}
+
+    def take(self, *arrays: Any) -> Any:
+        """Return the form of arrays that nobody has written to since, once, or None."""
+        found = self._noted.pop(tuple([x.data_ptr() for x in arrays]), None)
+        if found is None:
+            return None
+        form, memory, versions = found
+        same = all([of() is x.untyped_storage() for of, x in zip(memory, arrays, strict=True)])
+        return form if same and versions == [x._version for x in arrays] else None
+
+    def forget(self) -> None:
+        """Forget the forms that `take` hasn't taken."""
+        self._noted = {}
 
     def changed(self) -> Any:
         """Return whether a weight has changed since its forms were made."""
@@ -95,6 +126,7 @@ def keeping(keeper: Kept) -> Iterator[None]:
         yield
     finally:
         _keeper = before
+        keeper.forget()
 
 
 def kept(device: Any) -> Kept | None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -224,6 +225,48 @@ def write_block(x, halves, place, there, lo, to_scale):
     hi, low = _stored(x, scale, reciprocal, True)
     tl.store(halves + place, hi, mask=there)
     tl.store(halves + place + lo, low, mask=there)
+
+
+@triton.jit
+def _write_order(
+    values, halves, scales, r, rows, c, live,
+    PLACES: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Write the halves of a matrix's rows, and the scales' reciprocals."""
+    most = tl.where(live, _bits(values[PLACES[FIRST]]), 0)
+    least = _unless_zero(most)
+    for k in tl.static_range(1, COUNT):
+        bits = tl.where(live, _bits(values[PLACES[FIRST + k]]), 0)
+        most = tl.maximum(most, bits)
+        least = tl.minimum(least, _unless_zero(bits))
+    largest = tl.max(most, 1)
+    scale, reciprocal = row_scaling(largest.to(tl.float32, bitcast=True))
+    reciprocal = tl.where(_serve(largest, tl.min(least, 1)), reciprocal, 0.0)
+    tl.store(scales + r, reciprocal, mask=r < rows)
+    place = halves + r[:, None] * (COUNT * C) + c
+    for k in tl.static_range(COUNT):
+        value = values[PLACES[FIRST + k]]
+        hi, low = _stored(value, scale[:, None], reciprocal[:, None], True)
+        tl.store(place + k * C, hi, mask=live)
+        tl.store(place + (rows * (COUNT * C) + k * C), low, mask=live)
+
+
+@triton.jit
+def write_orders(
+    values, halves, scales, r, rows, c, live,
+    PLACES: tl.constexpr, STARTS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Write the halves of rows of several matrices, and the scales' reciprocals.
+
+    PLACES has the places among `values` of the columns of each matrix, C at a time, and STARTS the
+    begin of each matrix there. `r` are numbers of rows, and `c` of columns.
+    """
+    rows = rows.to(tl.int64)
+    for m in tl.static_range(len(STARTS) - 1):
+        _write_order(
+            values, halves + 2 * rows * (STARTS[m] * C), scales + m * rows, r, rows, c, live,
+            PLACES, STARTS[m], STARTS[m + 1] - STARTS[m], C,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -722,6 +765,56 @@ def split_blocks(
     return Halves(halves, scales, (1, rows, columns), 2, 1, strict=True, block=BLOCK)
 
 
+class Orders(NamedTuple):
+    """Memory for halves of several matrices of as many rows, with a scale for each row."""
+
+    halves: Any
+    scales: Any
+    parts: list[Halves]
+
+
+def orders_to_keep(out: Any, starts: tuple[int, ...], channels: int) -> Orders | None:
+    """Return memory for the halves of an array's orders, where a graph's products take them.
+
+    Orders begin at `starts` times `channels` columns. A square weight stands for those to come.
+    """
+    keeper, rows = kept(out.device), len(out)
+    widths = [(end - begin) * channels for begin, end in itertools.pairwise(starts)]
+    serves = (
+        keeper is not None
+        and keeper.splits
+        and out.dtype == torch.float32
+        and of_float32(out.device) == EMULATED
+        and channels % 8 == 0
+        and min(widths) >= LEAST
+        and _repays(out.device, 2 * rows * min(widths) ** 2, rows * min(widths))
+    )
+    if not serves:
+        return None
+    halves = torch.empty(2 * rows * sum(widths), dtype=torch.float16, device=out.device)
+    scales = torch.empty((len(widths), 1, rows), dtype=torch.float32, device=out.device)
+    parts = [
+        Halves(own.view(2, 1, rows, width), to, (1, rows, width), 2, 1, strict=True)
+        for own, to, width in zip(
+            halves.split([2 * rows * width for width in widths]), scales, widths, strict=True
+        )
+    ]
+    return Orders(halves, scales, parts)
+
+
+def note_orders(orders: Orders, *arrays: Any) -> None:
+    """Keep the halves that a kernel has written beside arrays."""
+    keeper = kept(arrays[0].device)
+    if keeper is not None:
+        keeper.note(orders.parts, *arrays)
+
+
+def kept_orders(*arrays: Any) -> list[Halves] | None:
+    """Return the halves that a kernel has written beside arrays, or None."""
+    keeper = kept(arrays[0].device)
+    return None if keeper is None else keeper.take(*arrays)
+
+
 def split_by_most(matrix: Any, most: Any) -> Halves:
     """Split matrices of which the bits of each one's largest magnitude are known.
 
@@ -823,7 +916,7 @@ class Factor:
     The matrix may have columns of another `before` it, or be multiplied by functions whose columns
     repeat; then `made` returns the result. Halves by blocks serve products and sums over rows.
     Where no sum is wanted, rows have their own scales, as edges near a cutoff have small numbers
-    beside others.
+    beside others. `halves` may be there already.
     """
 
     def __init__(
@@ -833,10 +926,11 @@ class Factor:
         functions: Any = None,
         made: Callable[[], Any] | None = None,
         summed: bool = True,
+        halves: Halves | None = None,
     ) -> None:
         self._given, self._summed = (matrix, before, functions), summed
         self._made = made if made is None else functools.cache(made)
-        self._halves: Halves | None = None
+        self._halves = halves
         self._sums: Any = None
         self.dtype, self.device, rows = matrix.dtype, matrix.device, len(matrix)
         self.shape = rows, matrix.shape[1] + (0 if before is None else before.shape[1])

@@ -212,6 +212,43 @@ def test_kernels_of_tensors_compile(capability, tmp_path):
     assert compiled == [*kernels] * 2
 
 
+# Kernels that write messages, and halves beside them.
+SPLITS = """
+from fusedops import Edges
+from fusedops._kept import Kept, keeping
+from gpukern import products
+
+products.of_float32 = lambda device: products.EMULATED
+products._WORK_IN_GRAPHS = products._WORK_OF_ONE = 1
+E, C = 4, 128
+x, gates = torch.empty(E, 9, C), torch.empty(E, 2 * C)
+edges = Edges(torch.zeros(2, E, dtype=torch.int64), E)
+given = {"x": x, "wigner": torch.empty(E, 35), "edges": edges, "mmax": 2, "scale": 1.0}
+gated = {"gates": gates, "x": x, "dout": x, "lmax": 2, "mmax": 2, "layout": "m"}
+
+
+def note(kernel, made):
+    written = sum("f16" in line or ".b16" in line for line in made.asm["ptx"].splitlines())
+    print(kernel.__name__, written > 0 and bool(made.asm["cubin"]))
+
+
+with keeping(Kept([], torch.device("cpu"), splits=True)):
+    both = torch.empty(E, 9, 2 * C)
+    launched("edge_wigner", {**given, "way": "forth"}, [None, both, None, None])
+    launched("edge_wigner", {**given, "way": "undo"}, [None, x, None, None])
+    launched("gate_activation", gated, [x])
+    launched("gate_activation_vjp", gated, [gates, x])
+"""
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_kernels_of_messages_and_halves_compile(capability, tmp_path):
+    kernels = "_edge_kernel", "_edge_kernel", "_gate", "_gate"
+    want = "".join(f"{kernel} True\n" for kernel in kernels)
+    assert compiling(capability, SPLITS, tmp_path) == want
+
+
 # The update of float32 with factors of TF32, of which large tiles take 164 KiB, by arrays of the
 # CPU that pass for a GPU's.
 ADA = """

@@ -94,6 +94,26 @@ def test_nothing_is_kept_of_other_arrays_or_outside():
     assert len(calls) == 4
 
 
+def test_a_form_is_taken_of_the_same_array_once():
+    keeper, form = Kept([], CPU), object()
+    x, y = torch.randn(4), torch.randn(4)
+    keeper.note(form, x, y)
+    assert keeper.take(x) is None
+    assert keeper.take(x.view(2, 2), y.detach()) is form
+    assert keeper.take(x, y) is None
+    keeper.note(form, x)
+    x.add_(1)
+    assert keeper.take(x) is None
+    keeper.note(form, x)
+    del x
+    keeper.note(form, y)
+    # The form of an array that is gone went with it.
+    assert [*keeper._noted] == [(y.data_ptr(),)]
+    with keeping(keeper):
+        keeper.note(form, y)
+    assert keeper.take(y) is None
+
+
 def test_a_keeper_is_of_all_threads():
     """Autograd's have no context."""
     weight, found = torch.randn(3), []

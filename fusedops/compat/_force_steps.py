@@ -30,7 +30,7 @@ from fusedops._layers import has_hooks
 from fusedops.compat._edges import targets_of
 from fusedops.compat._graphs import captured, compile_ahead
 from fusedops.compat._pairs import Pairs, inside, vectors
-from fusedops.compat._uma import divides_atoms, has_halves
+from fusedops.compat._uma import divides_atoms, has_halves, has_splits
 
 #: The names in fairchem's data of what depends on edges.
 EDGES = frozenset(("edge_index", "cell_offsets", "nedges", "scatter_target"))
@@ -317,8 +317,10 @@ class _Captured:
         squares = vectors(*_atoms(self.data), pairs, offsets).square().sum(1)
         self.pairs = Pairs(pos, pairs, int(inside(squares, cutoff).sum()), cutoff)
         self._keep(data, pairs, offsets)
-        may_halve = pos.dtype == torch.float32 and has_halves(self.backbone)
-        keeper = functools.partial(Kept, _tensors(modules), pos.device, may_halve)
+        kinds = has_halves(self.backbone), has_splits(self.backbone)
+        # Kernels of float64 have neither.
+        kinds = kinds if pos.dtype == torch.float32 else (False, False)
+        keeper = functools.partial(Kept, _tensors(modules), pos.device, *kinds)
         self.kept = keeper()
         #: The stream of `_look`, which runs beside the model.
         self.aside = torch.cuda.Stream(pos.device) if pos.is_cuda else None

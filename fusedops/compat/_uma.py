@@ -431,9 +431,21 @@ def has_halves(backbone: Any) -> bool:
         and getattr(backbone.backend, "supports_fused_edgewise", False)
         and all(map(is_plain, linear))
         and not any(map(has_hooks, alone))
-        and {part.precision or (allows_tf32() and "tf32") for part in parts} == {"tf32"}
+        and _multiply_in(parts) == {"tf32"}
         and not torch.is_autocast_enabled("cuda")
     )
+
+
+def has_splits(backbone: Any) -> bool:
+    """Return whether products of a model's convolutions are float32's."""
+    parts = [part for part in backbone.modules() if isinstance(part, Convolution)]
+    return _multiply_in(parts) == {"float32"}
+
+
+def _multiply_in(parts: list[Any]) -> set[str]:
+    """Return the precisions of convolutions' products."""
+    default = "tf32" if allows_tf32() else "float32"
+    return {part.precision or default for part in parts}
 
 
 def replace_layers(model: Any, precision: str | None) -> None:

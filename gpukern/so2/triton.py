@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -28,11 +29,15 @@ from gpukern.products import (
     BLOCK,
     Factor,
     in_vectors,
+    kept_orders,
     multiply,
+    note_orders,
+    orders_to_keep,
     split_for_both,
     sum_over_rows,
     sums_halves,
     write_block,
+    write_orders,
 )
 
 # Numbers that a program of the scaling takes, edges of its gradient's without halves, the most
@@ -141,14 +146,17 @@ def _sigmoid(x):
 
 @kernel_of_any_size
 def _gate(
-    gates, x, dout, ddgates, ddx, rows_out, ddout, gates_out, blocks,
+    gates, x, dout, ddgates, ddx, rows_out, ddout, gates_out, halves, scales, blocks, edges,
     gates_edge, x_edge, dout_edge, ddgates_edge, ddx_edge,
     C: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr, M: tl.constexpr,
     ROWS: tl.constexpr, SIZE: tl.constexpr, FLOAT: tl.constexpr, ORDER: tl.constexpr,
     BY_GATES: tl.constexpr, BY_X: tl.constexpr, ON_ROWS: tl.constexpr, ON_DOUT: tl.constexpr,
-    ON_GATES: tl.constexpr,
+    ON_GATES: tl.constexpr, PLACES: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
-    """Evaluate the gate (ORDER 0), its derivative, or the derivative's."""
+    """Evaluate the gate (ORDER 0), its derivative, or the derivative's.
+
+    The halves of rows, and of gates, are written by orders.
+    """
     e = (tl.program_id(0) // blocks).to(tl.int64)
     c = (tl.program_id(0) % blocks) * SIZE + tl.arange(0, SIZE)
     live = c < C
@@ -157,12 +165,16 @@ def _gate(
     s = _sigmoid(h)
     slope = s * (1 - s)
     zero = tl.zeros([SIZE], FLOAT)
+    made = ()
+    made_gates = ()
     if ORDER == 0:
+        made = made + (h * s,)
         tl.store(rows_out + row, (h * s).to(rows_out.dtype.element_ty), mask=live)
     else:
         g = tl.load(dout + e * dout_edge + c, mask=live, other=0.0).to(FLOAT)
         first = s + h * slope
         if ORDER == 1:
+            made = made + (g * first,)
             if ON_ROWS:
                 tl.store(rows_out + row, (g * first).to(rows_out.dtype.element_ty), mask=live)
         else:
@@ -188,11 +200,13 @@ def _gate(
             r = ROWS[l * (2 * MMAX + 1) + k] * C
             h = tl.load(x + e * x_edge + r + c, mask=live, other=0.0).to(FLOAT)
             if ORDER == 0:
+                made = made + (h * s,)
                 tl.store(rows_out + row + r, (h * s).to(rows_out.dtype.element_ty), mask=live)
             else:
                 g = tl.load(dout + e * dout_edge + r + c, mask=live, other=0.0).to(FLOAT)
                 pulled += h * g
                 if ORDER == 1:
+                    made = made + (g * s,)
                     if ON_ROWS:
                         value = (g * s).to(rows_out.dtype.element_ty)
                         tl.store(rows_out + row + r, value, mask=live)
@@ -212,8 +226,20 @@ def _gate(
                 total = slope * pulled
             else:
                 total = slope * pushed + v * (1 - 2 * s) * pulled
+            made_gates = made_gates + (total,)
             place = gates_out + e * (LMAX * C) + at
             tl.store(place, total.to(gates_out.dtype.element_ty), mask=live)
+    if halves is not None:
+        values = ()
+        for k in tl.static_range(M):
+            values = values + (made[k][None, :],)
+        if ON_GATES:
+            for k in tl.static_range(LMAX):
+                values = values + (made_gates[k][None, :],)
+        own = e + tl.zeros([1], tl.int64)
+        write_orders(
+            values, halves, scales, own, edges, c[None, :], live[None, :], PLACES, STARTS, C
+        )
 
 
 _launch_scale = Launcher(_scale, _WARPS)
@@ -288,7 +314,9 @@ class _Call:
         """Return the messages of every order, times radial functions."""
         x = _flat(self.message)
         if self.radial is None:
-            return [Factor(x[:, own], summed=summed) for own in self.inputs]
+            halves = self._kept(self.inputs, summed, self.message)
+            pairs = zip(self.inputs, halves, strict=True)
+            return [Factor(x[:, own], summed=summed, halves=of) for own, of in pairs]
         return [
             Factor(
                 x[:, own],
@@ -301,11 +329,18 @@ class _Call:
 
     def results(self, dout: Any, dgates: Any, summed: bool) -> list[Factor]:
         """Return the cotangents of every order's results, and of the gates before the first."""
+        halves = self._kept(self.outputs, summed, dout, *[] if dgates is None else [dgates])
         dout = _flat(dout)
         first, *others = [dout[:, own] for own in self.outputs]
         made = None if dgates is None else lambda: torch.cat([dgates, first], 1)
-        found = Factor(first, dgates, made=made, summed=summed)
-        return [found, *[Factor(part, summed=summed) for part in others]]
+        found = Factor(first, dgates, made=made, summed=summed, halves=halves[0])
+        pairs = zip(others, halves[1:], strict=True)
+        return [found, *[Factor(part, summed=summed, halves=of) for part, of in pairs]]
+
+    @staticmethod
+    def _kept(orders: list[slice], summed: bool, *arrays: Any) -> list[Any]:
+        """Return every order's halves with scales for rows, where a kernel has written them."""
+        return (not summed and kept_orders(*arrays)) or [None] * len(orders)
 
 
 def scale_messages(message: Any, radial: Any, out: Any, lmax: int, mmax: int) -> None:
@@ -443,6 +478,20 @@ def _table(lmax: int, mmax: int, layout: str) -> tuple[int, ...]:
     return tuple(found)
 
 
+@functools.lru_cache(maxsize=64)
+def _places(lmax: int, mmax: int, gated: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the places of each order's rows among those of degrees, and where orders begin.
+
+    Gates lie before the rows of order 0, and behind all rows of degrees.
+    """
+    place = np.argsort(np.concatenate(rows_by_degree(lmax, mmax, "m")))
+    found, starts = [len(place) + l for l in range(lmax) if gated], [0]
+    for own, _ in orders(lmax, mmax):
+        found += place[own].tolist()
+        starts.append(len(found))
+    return tuple(found), tuple(starts)
+
+
 def _gated(a: Any, given: tuple[Any, ...], made: tuple[Any, ...], order: int) -> None:
     """Launch the kernel; `given` are dout, ddgates and ddx, `made` dx, ddout and dgates."""
     gates, x = rows_of(a.gates), rows_of(a.x)
@@ -453,13 +502,22 @@ def _gated(a: Any, given: tuple[Any, ...], made: tuple[Any, ...], order: int) ->
     written = [x if array is None else array for array in made]
     size = min(_CHANNELS, power(C))
     blocks = -(-C // size)
-    integers = blocks, *[array.stride(0) for array in read]
+    both = [array for array in (made[0], made[2]) if array is not None]
+    kept, places = None, _places(a.lmax, a.mmax, order == 1)
+    # A program has whole rows, and the convolution before a gate has cotangents of both.
+    if a.layout == "m" and blocks == 1 and order < 2 and len(both) == order + 1:
+        kept = orders_to_keep(both[0], places[1], C)
+    integers = blocks, E, *[array.stride(0) for array in read]
     constants = (
         C, a.lmax, a.mmax, M, _table(a.lmax, a.mmax, a.layout), size,
         _float(gates, x, *[array for array in given if array is not None]), order,
         given[1] is not None, given[2] is not None, *[array is not None for array in made],
+        *(((0,), (0,)) if kept is None else places),
     )  # fmt: skip
-    _launch(_launch_gate, E, blocks, (*read, *written), integers, *constants)
+    halves = (None, None) if kept is None else kept[:2]
+    _launch(_launch_gate, E, blocks, (*read, *written, *halves), integers, *constants)
+    if kept is not None:
+        note_orders(kept, *both)
 
 
 @register("gate_activation", "triton")

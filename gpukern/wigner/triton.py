@@ -22,13 +22,15 @@ import functools
 import struct
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from fusedops._frame.check import promoted
 from fusedops._frame.registry import register
-from fusedops.wigner.rows import degree_of, function_rows, message_rows
+from fusedops.so2.op import orders
+from fusedops.wigner.rows import degree_of, degrees, function_rows, message_rows
 from gpukern.launch import (
     Launch,
     Launcher,
@@ -38,6 +40,7 @@ from gpukern.launch import (
     power,
     wide,
 )
+from gpukern.products import note_orders, orders_to_keep, write_orders
 from gpukern.so2.triton import scale_messages, unscale_messages
 
 # Channels that a program takes, and elements of a warp's tile of edges and channels.
@@ -266,12 +269,16 @@ def _edge_rows(
     ENDS: tl.constexpr, FLOAT: tl.constexpr, HAS_FACTORS: tl.constexpr,
     WANT_MESSAGE: tl.constexpr, WANT_WIGNER: tl.constexpr, WANT_FACTORS: tl.constexpr,
 ):  # fmt: skip
-    """Write SOME rows of degree l, from `start` on, and return the lanes' products, of one end."""
+    """Write SOME rows of degree l, from `start` on, of one end.
+
+    Return the lanes' products, and the rows.
+    """
     K: tl.constexpr = 2 * l + 1
     MOST: tl.constexpr = MMAX if l > MMAX else l
     dots = ()
     sent = ()
     turned = ()
+    made = ()
     if HAS_FACTORS:
         scales = _load_factors(factors, c, live, l, MOST, LMAX, ENDS, C, WIDTH, TILES, FLOAT)
     if WANT_WIGNER or WANT_FACTORS:
@@ -301,13 +308,15 @@ def _edge_rows(
                 at = tile * WIDTH + c
                 m = start + i - MOST
                 place = dmessage + _position(l, m, LMAX) * ENDS * C + at
-                total = (factor * written[tile * SOME + i]).to(dmessage.dtype.element_ty)
+                total = factor * written[tile * SOME + i]
+                made = made + (total,)
+                total = total.to(dmessage.dtype.element_ty)
                 tl.store(place, total, mask=(at < C) & live & (m <= MOST))
     if WANT_FACTORS:
         _store_on_factors(
             dfactors, sent, turned, c, live, factor, l, MOST, LMAX, ENDS, C, WIDTH, TILES
         )
-    return dots
+    return dots, made
 
 
 @triton.jit
@@ -321,13 +330,17 @@ def _edge_degree(
     HAS_FACTORS: tl.constexpr, WANT_MESSAGE: tl.constexpr, WANT_WIGNER: tl.constexpr,
     WANT_FACTORS: tl.constexpr,
 ):  # fmt: skip
-    """Write the rows of degree l. Return the lanes' products, of both ends, or store them too."""
+    """Write the rows of degree l, and return them, if they are taken at once.
+
+    The lanes' products of both ends are returned before, or stored too.
+    """
     K: tl.constexpr = 2 * l + 1
     KEPT: tl.constexpr = (OFFSETS[l + 1] - OFFSETS[l]) // K
     # Few rows are taken at once, with a copy of the code for each; many, some at a time.
     WHOLE: tl.constexpr = SOME == KEPT
     TURNS: tl.constexpr = WANT_MESSAGE or WANT_FACTORS
     found = ()
+    made = ()
     if WHOLE and TURNS:
         elements = _load_matrix(matrix, 0, live, row, column, l, MMAX, SOME, PACKED, BACK, FLOAT)
     for h in tl.static_range(ENDS):
@@ -340,12 +353,13 @@ def _edge_degree(
         if WHOLE:
             if not TURNS:
                 elements = ()
-            dots = _edge_rows(
+            dots, rows_made = _edge_rows(
                 0, inputs, elements, message + half, factors + of, dmessage + half,
                 dfactors + of, live, c, factor, l, SOME, LMAX, MMAX, C, WIDTH, TILES, EDGES,
                 LANE, ENDS, FLOAT, HAS_FACTORS, WANT_MESSAGE, WANT_WIGNER, WANT_FACTORS,
             )  # fmt: skip
             found = found + (dots,)
+            made = made + rows_made
         else:
             start = 0
             while start < _hidden(KEPT, edges):
@@ -354,7 +368,7 @@ def _edge_degree(
                     elements = _load_matrix(
                         matrix, start, live, row, column, l, MMAX, SOME, PACKED, BACK, FLOAT
                     )
-                dots = _edge_rows(
+                dots, _ = _edge_rows(
                     start, inputs, elements, message + half, factors, dmessage + half,
                     dfactors, live, c, factor, l, SOME, LMAX, MMAX, C, WIDTH, TILES, EDGES,
                     LANE, ENDS, FLOAT, False, WANT_MESSAGE, WANT_WIGNER, False,
@@ -366,11 +380,11 @@ def _edge_degree(
                     )  # fmt: skip
                 start += SOME
             found = found + ((),)
-    return found
+    return found, made
 
 
 def _edge_kernel(
-    x, message, wigner, factors, source, target, dmessage, dfactors, parts,
+    x, message, wigner, factors, source, target, dmessage, dfactors, parts, halves, scales,
     nodes, edges, blocks, scale, w_edge, w_row, w_column,
     LOW: tl.constexpr, HIGH: tl.constexpr, SOME: tl.constexpr, OFFSETS: tl.constexpr,
     ROWS: tl.constexpr, FUNCTIONS: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr,
@@ -378,9 +392,13 @@ def _edge_kernel(
     LANE: tl.constexpr, ENDS: tl.constexpr, OWN: tl.constexpr, PACKED: tl.constexpr,
     BACK: tl.constexpr,
     FLOAT: tl.constexpr, HAS_FACTORS: tl.constexpr, WANT_MESSAGE: tl.constexpr,
-    WANT_WIGNER: tl.constexpr, WANT_FACTORS: tl.constexpr,
+    WANT_WIGNER: tl.constexpr, WANT_FACTORS: tl.constexpr, PLACES: tl.constexpr,
+    STARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write an edge's rows of the degrees from LOW to HIGH - 1."""
+    """Write an edge's rows of the degrees from LOW to HIGH - 1.
+
+    If there are STARTS of orders, their halves are written, too.
+    """
     program = tl.program_id(0).to(tl.int64)
     block = program % blocks
     c = (block * WIDTH * TILES + tl.arange(0, WIDTH))[None, :]
@@ -397,16 +415,21 @@ def _edge_kernel(
     part = parts + (block * edges + e) * ENDS * OFFSETS[LMAX + 1]
     first_dots = ()
     second_dots = ()
+    made = ()
     for l in tl.static_range(LOW, HIGH):
-        dots = _edge_degree(
+        dots, rows_made = _edge_degree(
             x, message, wigner + e * w_edge, factors, dmessage, dfactors, part, e, first,
             second, edges, live, c, w_row, w_column, factor, l, SOME[l], OFFSETS, ROWS, FUNCTIONS,
             LMAX, MMAX, C, WIDTH, TILES, EDGES, LANE, ENDS, PACKED, BACK, FLOAT, HAS_FACTORS,
             WANT_MESSAGE, WANT_WIGNER, WANT_FACTORS,
         )  # fmt: skip
+        made = made + rows_made
         first_dots = first_dots + dots[0]
         if ENDS == 2:
             second_dots = second_dots + dots[1]
+    if len(STARTS) > 1:
+        own = tl.reshape(e + tl.zeros([EDGES, 1], tl.int64), [EDGES])
+        write_orders(made, halves, scales, own, edges, c, live & (c < C), PLACES, STARTS, C)
     if WANT_WIGNER:
         COUNT: tl.constexpr = len(first_dots)
         part += OFFSETS[LOW]
@@ -609,7 +632,7 @@ def _launchers(function: Any, aligned: tuple[str, ...]) -> dict[bool, Launcher]:
     }
 
 
-_by_edge = _launchers(_edge_kernel, ("x", "message", "factors", "dmessage", "dfactors"))
+_by_edge = _launchers(_edge_kernel, ("x", "message", "factors", "dmessage", "dfactors", "halves"))
 _by_node = _launchers(_node_kernel, ("base", "x", "message", "factors", "dx", "dfactors"))
 _place = Launcher(kernel_of_any_size(_place_kernel), 4)
 
@@ -656,6 +679,17 @@ def _layout(lmax: int, mmax: int, most: int) -> tuple[tuple[int, ...], tuple[int
         some.append(-(-kept // times))
         offsets.append(offsets[-1] + kept * size)
     return tuple(some), tuple(offsets)
+
+
+@functools.lru_cache(maxsize=64)
+def _places(lmax: int, mmax: int, ends: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the places of each order's rows among rows of degrees, and where orders begin.
+
+    A degree has the rows of the target first, whose channels come last.
+    """
+    found = [own * ends + end for _, _, own in degrees(lmax, mmax) for end in reversed(range(ends))]
+    starts = [0, *[own.stop * ends for own, _ in orders(lmax, mmax)]]
+    return tuple(np.argsort(np.concatenate(found)).tolist()), tuple(starts)
 
 
 def _by_steps(a: Any, y: Any) -> None:
@@ -740,6 +774,11 @@ def edge_wigner(a: Any, y: Any) -> None:
             dtype=torch.float64 if float64 else torch.float32,
         )
 
+    kept, places = None, _places(lmax, mmax, ends)
+    whole = (0, lmax + 1) in _runs(lmax, _ROWS) and blocks == tile[1] == 1
+    if by_edge and whole and dmessage is not None and some[lmax] == 2 * min(lmax, mmax) + 1:
+        kept = orders_to_keep(dmessage, places[1], channels)
+    halves = (None, None) if kept is None else kept[:2]
     launches: list[Launch] = []
 
     def launch(kernel: Launcher, programs: int, given: Any, integers: Any, *constants: Any) -> None:
@@ -753,10 +792,11 @@ def edge_wigner(a: Any, y: Any) -> None:
             launch(
                 _by_edge[vector],
                 -(-count // tile[2]) * blocks,
-                (x, message, wigner, factors, source, target, dmessage, dfactors, parts),
+                (x, message, wigner, factors, source, target, dmessage, dfactors, parts, *halves),
                 (nodes, count, blocks, bits, *strides),
                 low, high, some, *constants, *tile, *layout, scaled, dmessage is not None,
                 dwigner is not None, dfactors is not None,
+                *(((0,), (0,)) if kept is None else places),
             )  # fmt: skip
         if dx is not None and dx.numel():
             lists = source_ptr, by_source, target_ptr, by_target
@@ -780,3 +820,5 @@ def edge_wigner(a: Any, y: Any) -> None:
             offsets, lmax, mmax, blocks * ends, ends, packed, back, kind, _PLACED,
         )  # fmt: skip
     launch_all(launches)
+    if kept is not None:
+        note_orders(kept, dmessage)
