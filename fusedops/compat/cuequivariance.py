@@ -451,7 +451,8 @@ def attention_pair_bias(
     pair_repr : tensor (B, N, N, Z), or (B, H, N, N) with `is_cached_z_proj`
         z, or b.
     mask : tensor (B, N) or (B * M, N), bool or any number, optional
-        m, zero where a token is missing; has no gradient if it is bool.
+        m, one where a token is there and zero where it is missing; has no gradient if it is bool. A
+        sample without tokens is as one with all.
     num_heads : int
         H.
     w_ln_a, b_ln_a, w_ln_z, b_ln_z : tensor (C,), (C,), (Z,) and (Z,), optional
