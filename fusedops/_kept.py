@@ -43,8 +43,8 @@ class Kept:
         #: Copies of the bytes, of when the first form of a weight was made.
         self._copies: dict[int, Any] = {}
         self._forms: dict[Any, tuple[Any, Callable[[Any], Any]]] = {}
-        #: Forms of arrays by their addresses, with their memory and versions.
-        self._noted: dict[tuple[int, ...], tuple[Any, list[Any], list[int]]] = {}
+        #: Forms of arrays by their addresses, with their memory, layouts and versions.
+        self._noted: dict[tuple[int, ...], tuple[Any, list[Any], list[Any]]] = {}
 
     def form(self, weight: Any, name: str, make: Callable[..., Form]) -> Form:
         """Return the form of a weight, or of a form, that was made before."""
@@ -71,16 +71,16 @@ class Kept:
         }
         memory = [weakref.ref(x.untyped_storage()) for x in arrays]
         at = tuple([x.data_ptr() for x in arrays])
-        self._noted = {**alive, at: (form, memory, [x._version for x in arrays])}
+        self._noted = {**alive, at: (form, memory, list(map(_state, arrays)))}
 
     def take(self, *arrays: Any) -> Any:
         """Return the form of arrays that nobody has written to since, once, or None."""
         found = self._noted.pop(tuple([x.data_ptr() for x in arrays]), None)
         if found is None:
             return None
-        form, memory, versions = found
+        form, memory, states = found
         same = all([of() is x.untyped_storage() for of, x in zip(memory, arrays, strict=True)])
-        return form if same and versions == [x._version for x in arrays] else None
+        return form if same and states == list(map(_state, arrays)) else None
 
     def forget(self) -> None:
         """Forget the forms that `take` hasn't taken."""
@@ -99,6 +99,11 @@ class Kept:
             copy.copy_(self._bytes[memory])
         for made, make in self._forms.values():
             make(made)
+
+
+def _state(x: Any) -> tuple[Any, ...]:
+    """Return an array's layout, and the number of writes to it."""
+    return x.shape, x.stride(), x._version
 
 
 def _memory(x: Any) -> int:

@@ -99,13 +99,16 @@ def test_a_form_is_taken_of_the_same_array_once():
     x, y = torch.randn(4), torch.randn(4)
     keeper.note(form, x, y)
     assert keeper.take(x) is None
-    assert keeper.take(x.view(2, 2), y.detach()) is form
+    assert keeper.take(x.view(4), y.detach()) is form
     assert keeper.take(x, y) is None
+    for part in (x[:2], x.view(2, 2)):
+        keeper.note(form, x)
+        assert keeper.take(part) is None
     keeper.note(form, x)
     x.add_(1)
     assert keeper.take(x) is None
     keeper.note(form, x)
-    del x
+    del x, part
     keeper.note(form, y)
     # The form of an array that is gone went with it.
     assert [*keeper._noted] == [(y.data_ptr(),)]
