@@ -63,7 +63,7 @@ class Kept:
         return self._forms[key][0]
 
     def note(self, form: Any, *arrays: Any) -> None:
-        """Keep a form of arrays, which kernels have just made, for `take`, while they live."""
+        """Keep a form of new arrays for `take`, as long as all of these arrays live."""
         alive = {
             at: noted
             for at, noted in self._noted.items()
@@ -74,7 +74,7 @@ class Kept:
         self._noted = {**alive, at: (form, memory, list(map(_state, arrays)))}
 
     def take(self, *arrays: Any) -> Any:
-        """Return the form of arrays that nobody has written to since, once, or None."""
+        """Return the form of arrays, once, unless torch has counted a write to them since."""
         found = self._noted.pop(tuple([x.data_ptr() for x in arrays]), None)
         if found is None:
             return None

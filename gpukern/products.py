@@ -258,8 +258,8 @@ def write_orders(
 ):  # fmt: skip
     """Write the halves of rows of several matrices, and the scales' reciprocals.
 
-    PLACES has the places among `values` of the columns of each matrix, C at a time, and STARTS the
-    begin of each matrix there. `r` are numbers of rows, and `c` of columns.
+    `values[PLACES[k]]` has the k-th C columns of all matrices, one after the other, and matrix m
+    begins at k = STARTS[m]. `r` are numbers of rows, and `c` of columns.
     """
     rows = rows.to(tl.int64)
     for m in tl.static_range(len(STARTS) - 1):
@@ -774,9 +774,10 @@ class Orders(NamedTuple):
 
 
 def orders_to_keep(out: Any, starts: tuple[int, ...], channels: int) -> Orders | None:
-    """Return memory for the halves of an array's orders, where a graph's products take them.
+    """Return memory for the halves of an array's orders, or None where they wouldn't repay.
 
-    Orders begin at `starts` times `channels` columns. A square weight stands for those to come.
+    Orders begin at `starts` times `channels` columns. Products with square weights decide, as the
+    real ones aren't known yet.
     """
     keeper, rows = kept(out.device), len(out)
     widths = [(end - begin) * channels for begin, end in itertools.pairwise(starts)]
@@ -849,6 +850,8 @@ def multiply_halves(
     exceed its own.
     """
     (batches, M, K), N = left.shape, right.shape[2]
+    # Halves of other rows would be written behind the end.
+    assert out.shape == (batches if parts == 1 else parts, M, N)
     aligned = in_vectors(out)
     BM, BN, BK, warps, stages = _TILE
     terms = K
@@ -916,7 +919,7 @@ class Factor:
     The matrix may have columns of another `before` it, or be multiplied by functions whose columns
     repeat; then `made` returns the result. Halves by blocks serve products and sums over rows.
     Where no sum is wanted, rows have their own scales, as edges near a cutoff have small numbers
-    beside others. `halves` may be there already.
+    beside others. Given `halves` are taken as they are.
     """
 
     def __init__(

@@ -175,3 +175,30 @@ def test_a_cotangent_that_others_add_to_is_split_again(keeper):
     found = dx()
     keeper.splits = False
     torch.testing.assert_close(found, dx(), rtol=0, atol=0)
+
+
+def test_a_convolution_of_a_part_splits_it(keeper):
+    """A part of a gate's rows begins where these begin."""
+    torch.manual_seed(4)
+    gates, x = torch.randn(E, LMAX * C), torch.randn(E, 9, C)
+    weights = [torch.randn(n, k) for n, k in ((3 * C, 3 * C), (4 * C, 2 * C), (2 * C, C))]
+
+    def convolved():
+        with fusedops.use_backend("triton"):
+            return fusedops.so2_convolution(fusedops.gate_activation(gates, x)[:7], *weights)
+
+    found = convolved()
+    keeper.splits = False
+    torch.testing.assert_close(found, convolved(), rtol=0, atol=0)
+
+
+def test_kernels_of_two_dtypes_write_none(keeper):
+    """Halves are of numbers of float32."""
+    gates, x = torch.randn(E, LMAX * C, dtype=torch.float64), torch.randn(E, 9, C)
+    given = {"gates": gates, "x": x, "lmax": LMAX, "mmax": 2, "layout": "m"}
+    run("gate_activation", given, {"out": torch.empty(E, 9, C)})
+    edges = fusedops.Edges(torch.zeros(2, E, dtype=torch.int64), N)
+    given = {"x": torch.randn(N, 9, C), "edges": edges, "mmax": 2, "way": "undo", "scale": 1.0}
+    given["wigner"] = torch.randn(E, 35, dtype=torch.float64)
+    run("edge_wigner", given, {"dmessage": torch.empty(E, 9, C)})
+    assert not keeper._noted

@@ -482,7 +482,7 @@ def _table(lmax: int, mmax: int, layout: str) -> tuple[int, ...]:
 def _places(lmax: int, mmax: int, gated: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the places of each order's rows among those of degrees, and where orders begin.
 
-    Gates lie before the rows of order 0, and behind all rows of degrees.
+    Gates follow all rows of degrees, and come first in the matrix of order 0.
     """
     place = np.argsort(np.concatenate(rows_by_degree(lmax, mmax, "m")))
     found, starts = [len(place) + l for l in range(lmax) if gated], [0]
@@ -504,13 +504,14 @@ def _gated(a: Any, given: tuple[Any, ...], made: tuple[Any, ...], order: int) ->
     blocks = -(-C // size)
     both = [array for array in (made[0], made[2]) if array is not None]
     kept, places = None, _places(a.lmax, a.mmax, order == 1)
+    kind = _float(gates, x, *[array for array in given if array is not None])
     # A program has whole rows, and the convolution before a gate has cotangents of both.
-    if a.layout == "m" and blocks == 1 and order < 2 and len(both) == order + 1:
+    serves = a.layout == "m" and blocks == 1 and kind == tl.float32
+    if serves and order < 2 and len(both) == order + 1:
         kept = orders_to_keep(both[0], places[1], C)
     integers = blocks, E, *[array.stride(0) for array in read]
     constants = (
-        C, a.lmax, a.mmax, M, _table(a.lmax, a.mmax, a.layout), size,
-        _float(gates, x, *[array for array in given if array is not None]), order,
+        C, a.lmax, a.mmax, M, _table(a.lmax, a.mmax, a.layout), size, kind, order,
         given[1] is not None, given[2] is not None, *[array is not None for array in made],
         *(((0,), (0,)) if kept is None else places),
     )  # fmt: skip

@@ -397,7 +397,7 @@ def _edge_kernel(
 ):  # fmt: skip
     """Write an edge's rows of the degrees from LOW to HIGH - 1.
 
-    If there are STARTS of orders, their halves are written, too.
+    Halves of orders are written, too, where STARTS has more than one entry.
     """
     program = tl.program_id(0).to(tl.int64)
     block = program % blocks
@@ -776,8 +776,10 @@ def edge_wigner(a: Any, y: Any) -> None:
 
     kept, places = None, _places(lmax, mmax, ends)
     whole = (0, lmax + 1) in _runs(lmax, _ROWS) and blocks == tile[1] == 1
-    if by_edge and whole and dmessage is not None and some[lmax] == 2 * min(lmax, mmax) + 1:
-        kept = orders_to_keep(dmessage, places[1], channels)
+    # Convolutions take messages of several orders.
+    if by_edge and whole and dmessage is not None and mmax and not float64:
+        if count == len(dmessage) and some[lmax] == 2 * min(lmax, mmax) + 1:
+            kept = orders_to_keep(dmessage, places[1], channels)
     halves = (None, None) if kept is None else kept[:2]
     launches: list[Launch] = []
 
