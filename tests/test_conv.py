@@ -511,3 +511,15 @@ def test_a_compiled_step_checks_its_slots(slots, positions, message):
     run([0, 2], None if positions is None else [0, 3])
     with pytest.raises(ValueError, match=message):
         run(slots, positions)
+
+
+def test_an_output_that_a_subclass_shares_is_refused():
+    torch = pytest.importorskip("torch")
+
+    class Own(torch.Tensor):
+        """A tensor of a program's own class."""
+
+    x, kernels = torch.randn(1, 50, 6).as_subclass(Own), torch.randn(6, 4)
+    for given, out in ((x, x), (x, x.as_subclass(torch.Tensor)), (x.as_subclass(torch.Tensor), x)):
+        with pytest.raises(ValueError, match="out shares memory with x; it should not"):
+            fusedops.dynamic_conv(given, kernels, out=out)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import fusedops
-from fusedops._host import memory
+from fusedops._host import memory, threads
 
 LARGE = (memory.SMALL // 8 + 3,)
 
@@ -169,8 +169,9 @@ def test_an_array_may_die_while_another_is_made():
     with memory._lock:
         del array
     assert len(memory._returned) == 1
-    large()
+    alive = [large()]
     assert not memory._returned
+    del alive
 
 
 def test_what_is_kept_gives_way_to_what_is_needed(monkeypatch):
@@ -210,3 +211,29 @@ def test_memory_of_arrays_together_is_used_again():
     arrays.clear()
     gc.collect()
     assert address(memory.together(*sizes)[0]) == block
+
+
+def test_an_interrupt_leaves_blas_its_threads(monkeypatch):
+    """It may come after the number is set, or before the block is entered."""
+    pytest.importorskip("threadpoolctl")
+    found = threads._blas().lib_controllers
+    before, real = [library.get_num_threads() for library in found], threads._set_num_threads
+    for library in found:
+        real(library, 2)
+    try:
+        for after in (True, False):
+
+            def interrupted(library, number, after=after):
+                if after:
+                    real(library, number)
+                monkeypatch.setattr(threads, "_set_num_threads", real)
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(threads, "_set_num_threads", interrupted)
+            with pytest.raises(KeyboardInterrupt), threads.blas_on_one_thread():
+                pytest.fail("entered")
+            assert (threads._blas_users, threads._blas_before) == (0, [])
+            assert [library.get_num_threads() for library in found] == [2] * len(found)
+    finally:
+        for library, number in zip(found, before, strict=True):
+            real(library, number)

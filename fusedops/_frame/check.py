@@ -213,7 +213,9 @@ def _view(array: Any) -> np.ndarray:
 def _has_memory(tensor: Any) -> bool:
     """Return whether a tensor has an address: one that torch traces has none."""
     torch = sys.modules["torch"]
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
+    # Kernels get subclasses that leave operations to torch.
+    plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return plain and not tensor.is_meta
 
 
 def _span(tensor: Any) -> int:

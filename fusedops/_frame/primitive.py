@@ -107,7 +107,8 @@ class Primitive:
     mutates : tuple of str
         The arrays that are updated in place; a primitive with any has no derivative.
     check : callable, optional
-        Raises if a record's values are bad, in each run of a graph; an op checks its own calls.
+        Raises if a record's values are bad; called in each run of a graph, as an op checks its own
+        calls.
     """
 
     def __init__(

@@ -47,10 +47,11 @@ class _Lease:
         self.__array_interface__ = block.__array_interface__
 
     def __del__(self) -> None:
-        _returned.append(self.block)
-        if _lock.acquire(blocking=False):
-            _collect()
-            _lock.release()
+        # Without the lock, which an interrupt would leave held: nothing raises from here. The next
+        # large array has the oldest blocks freed.
+        waiting = sum([block.size for block in list(_returned)])
+        if waiting + self.block.size <= limit():
+            _returned.append(self.block)
 
 
 def empty_of(shape: Any, dtype: np.dtype) -> Callable[..., np.ndarray]:

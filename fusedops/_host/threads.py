@@ -211,15 +211,22 @@ class blas_on_one_thread:
 
     def __enter__(self) -> None:
         global _blas_users
-        blas = _blas()
-        with _blas_lock:
-            if _blas_users == 0 and blas is not None:
-                # Not with threadpoolctl's `limit`, which first queries all libraries, slowly.
-                for library in blas.lib_controllers:
-                    if (threads := library.get_num_threads()) != 1:
-                        _set_num_threads(library, 1)
-                        _blas_before.append((library, threads))
-            _blas_users += 1
+        blas, counted = _blas(), False
+        try:
+            with _blas_lock:
+                _blas_users, counted = _blas_users + 1, True
+                if _blas_users == 1 and blas is not None:
+                    # Not with threadpoolctl's `limit`, which first queries all libraries, slowly.
+                    for library in blas.lib_controllers:
+                        if (threads := library.get_num_threads()) != 1:
+                            # Before it is set, for an interrupt in between.
+                            _blas_before.append((library, threads))
+                            _set_num_threads(library, 1)
+        except BaseException:
+            # An interrupt: nobody leaves a block that wasn't entered.
+            if counted:
+                self.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
         global _blas_users
@@ -227,8 +234,8 @@ class blas_on_one_thread:
             _blas_users -= 1
             if _blas_users == 0:
                 while _blas_before:
-                    library, threads = _blas_before.pop()
-                    _set_num_threads(library, threads)
+                    _set_num_threads(*_blas_before[-1])
+                    _blas_before.pop()
 
 
 def _set_num_threads(library: Any, threads: int) -> None:

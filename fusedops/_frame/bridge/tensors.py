@@ -56,7 +56,7 @@ def values(tensor: torch.Tensor) -> np.ndarray:
 def versioned(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether torch counts all writes.
 
-    No array shares the memory, which fixes its size, and no other process.
+    Neither another process nor an array shares the memory; an array would have fixed its size.
     """
     return all([not tensor.is_inference() and _is_own(tensor) for tensor in tensors])
 
