@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fusedops import maps
+from fusedops._frame.check import positive, real, refuse
 from fusedops.maps import MapGrid
 from fusedops.structure import Structure, StructureError, _gemmi
 
@@ -382,6 +383,9 @@ def check_reflections(
     >>> grid = maps.box_grid(np.zeros((1, 3)), spacing=1.0, margin=9.0)
     >>> check_reflections("calc.mtz", grid, resolution=2.5, blur=70.0)
     """
+    resolution = positive("write_mtz", "resolution", resolution)
+    if not 0 <= real("write_mtz", "blur", blur) < math.inf:
+        refuse(ValueError, "write_mtz", "blur", f"is {blur}", "be a finite number from 0 on")
     limit = 2 * largest_spacing(grid)
     if resolution < limit * (1 - 1e-6):
         raise StructureError(
@@ -454,10 +458,15 @@ def write_mtz(
     gemmi = _gemmi()
     check_mtz_name(path)
     check_reflections(path, grid, resolution, blur)
+    if tuple(ccp4.grid.shape) != tuple(grid.shape):
+        was = f"has shape {tuple(grid.shape)}"
+        refuse(ValueError, "write_mtz", "grid", was, f"be the map's, {tuple(ccp4.grid.shape)}")
     maps.check_memory(ccp4.grid.point_count)
     asu = gemmi.transform_map_to_f_phi(ccp4.grid, half_l=True).prepare_asu_data(
         dmin=resolution, unblur=blur
     )
+    if not len(asu.miller_array):
+        raise StructureError(f"{path}: its cell has no reflections to {resolution:g} Å")
     # A box begins elsewhere than at the origin of the coordinates.
     at = np.linalg.solve(grid.matrix, grid.origin - grid.cell.orth.vec.tolist())
     if at.any():

@@ -681,10 +681,10 @@ def find_contacts(
     dict
         ``contacts`` of `fusedops.Restraints`. The distance is the sum of the elements' van der
         Waals radii, and 2.85 Å for oxygen with nitrogen or oxygen, which may share a hydrogen;
-        the sigma is 0.3 Å. A contact in the crystal counts once, so that each that is listed from
-        both of its ends has the weight ½: an atom's with its own images, and all where NCS makes
-        copies of the file's atoms. A weight is divided by the number of operations that keep either
-        atom on its special position.
+        the sigma is 0.3 Å. A contact in the crystal counts once: where it is listed from both of
+        its ends, as an atom's with its own images is, and each where NCS makes copies of the file's
+        atoms, it has the weight ½ each time. A weight is divided by the number of operations that
+        keep either atom on its special position.
 
     Raises
     ------
@@ -734,7 +734,7 @@ def find_contacts(
     contacts = gemmi.ContactSearch(within)
     contacts.ignore = gemmi.ContactSearch.Ignore.Nothing
     contacts.min_occupancy = 1e-9
-    # The inverse of an operation after one of the NCS may be none of the file's.
+    # The inverse of an operation of the NCS may not be among the file's.
     contacts.twice = any(not op.given for op in structure.gemmi.ncs)
     pairs = {
         (f.partner1.atom.serial, f.partner2.atom.serial, f.image_idx)

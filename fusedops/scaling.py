@@ -289,7 +289,7 @@ def solvent_mask(structure: Structure, grid: MapGrid, xyz: np.ndarray | None = N
         raise StructureError(f"{structure.path}: {first} is of an unknown element")
     copy.expand_ncs(gemmi.HowToNameCopiedChain.Dup)
     if moves := centring(grid.spacegroup):
-        # gemmi's masks have no copies for these; its copies of chains serve.
+        # gemmi's masks leave these copies out, so chains are copied.
         copy.ncs = [_translation(grid.matrix @ move) for move in moves]
         copy.expand_ncs(gemmi.HowToNameCopiedChain.Dup)
     mask = gemmi.FloatGrid()

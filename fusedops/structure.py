@@ -667,7 +667,10 @@ def _name(path: str | os.PathLike | BinaryIO) -> str:
 def _read_source(path: str | os.PathLike | BinaryIO) -> bytes:
     try:
         if not isinstance(path, str | os.PathLike):
-            source = path.read()
+            source = path.read() if hasattr(path, "read") else None
+            if not isinstance(source, bytes):
+                kind = "in text mode" if isinstance(source, str) else f"a {type(path).__name__}"
+                raise TypeError(f"path is {kind}; it should be a path, or a file opened as 'rb'")
         elif Path(path).is_char_device():  # /dev/zero never ends
             raise StructureError(f"{path}: is a device")
         else:
@@ -766,7 +769,9 @@ def _name_spacegroup(model: Any, block: Any) -> None:
     if model.spacegroup_hm or not (name or hall):
         return
     if not name:
-        group = gemmi.find_spacegroup_by_ops(gemmi.symops_from_hall(hall))
+        group = None
+        with contextlib.suppress(RuntimeError, ValueError):
+            group = gemmi.find_spacegroup_by_ops(gemmi.symops_from_hall(hall))
         name = group.xhm() if group else hall
     model.spacegroup_hm = name
     model.setup_cell_images()
@@ -776,10 +781,11 @@ def spacegroup_number(structure: Structure) -> str | None:
     """Return the number of a CIF's space group, if it has one."""
     if structure._kind == "PDB":
         return None
-    block = _atom_block(_gemmi().cif.read_string(structure._source))
+    cif = _gemmi().cif
+    block = _atom_block(cif.read_string(structure._source))
     names = "_symmetry.Int_Tables_number", "_space_group.IT_number"
     values = [block.find_value(of) for name in names for of in (name, name.replace(".", "_"))]
-    return next((value for value in values if value and value not in "?."), None)
+    return next((text for value in values if (text := cif.as_string(value or "?"))), None)
 
 
 def _check_columns(block: Any) -> None:
@@ -845,8 +851,8 @@ def cell_texts(structure: Structure) -> tuple[str, list[str]]:
 def check_numbers(structure: Structure) -> None:
     """Raise `StructureError` if an atom's occupancy or B is no number, or its B isn't read.
 
-    gemmi would silently read zero from a PDB file, and 20 Å² for a B that an mmCIF file lacks. It
-    reads no anisotropic B, but U.
+    gemmi would silently read zero from a PDB file, and 20 Å² for a B that an mmCIF file lacks. Of
+    anisotropic values it reads U, and no B.
 
     Parameters
     ----------

@@ -657,3 +657,25 @@ class TestMemory:
         monkeypatch.setattr(limits, "_system_memory", lambda: None)
         monkeypatch.setattr(limits, "_cgroup_memory", lambda: None)
         maps.check_memory(1e15)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"blur": math.nan}, ValueError, "write_mtz: blur is nan; it should be a finite number"),
+        ({"blur": -1.0}, ValueError, "write_mtz: blur is -1.0; it should be a finite number"),
+        ({"resolution": math.nan}, ValueError, "write_mtz: resolution is nan"),
+        ({"spacing": 2.0}, ValueError, "write_mtz: grid has shape .*; it should be the map's"),
+        ({"resolution": 100.0}, StructureError, "x.mtz: its cell has no reflections to 100"),
+    ],
+)
+def test_an_mtz_that_would_hold_nothing_is_an_error(changes, kind, message, load, tmp_path):
+    structure = load(pdb())
+    grid = maps.crystal_grid(structure, 1.0)
+    ccp4 = maps.density_map(maps.scattering_atoms(structure).blurred(50.0), grid)
+    given = {"resolution": 4.5, "blur": 50.0, **changes}
+    if "spacing" in given:
+        grid = maps.crystal_grid(structure, given.pop("spacing"))
+    with pytest.raises(kind, match=message):
+        mapfiles.write_mtz(tmp_path / "x.mtz", ccp4, grid, **given)
+    assert not (tmp_path / "x.mtz").exists()

@@ -65,11 +65,13 @@ def test_a_space_group_has_a_name_in_several_places(tag, load):
 def test_a_number_alone_is_no_space_group(tag, load):
     with pytest.raises(StructureError, match=r"x\.cif: its space group has the number 19, and no"):
         maps.crystal_grid(load(mmcif(f"{tag} 19"), "x.cif"), 1.0)
-    for number in ("1", "?"):
+    for number in ("1", "'1'", "?"):
         grid = maps.crystal_grid(load(mmcif(f"{tag} {number}"), "x.cif"), 1.0)
         assert grid.spacegroup.hm == "P 1"
-    with pytest.raises(StructureError, match="the space group 'X 9' is unknown"):
-        maps.crystal_grid(load(mmcif("_space_group.name_H-M_alt 'X 9'"), "x.cif"), 1.0)
+    for name in ("H-M_alt", "Hall"):
+        structure = load(mmcif(f"_space_group.name_{name} 'X 9'"), "x.cif")
+        with pytest.raises(StructureError, match="the space group 'X 9' is unknown"):
+            maps.crystal_grid(structure, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Reading structures, finding their planar groups and writing them back."""
 
 import gzip
+import io
 import os
 import re
 import sys
@@ -501,3 +502,11 @@ def test_no_more_steps_are_taken_than_asked_for(ubiquitin):
         assert (xyz == ubiquitin.xyz).all() == (most == 0)
     with pytest.raises(ValueError, match=r"^flattened: steps is -1; it should be at least 0"):
         flattened(ubiquitin.xyz, planes, steps=-1)
+
+
+@pytest.mark.parametrize(
+    ("source", "was"), [(None, "a NoneType"), (io.StringIO("CRYST1"), "in text mode")]
+)
+def test_a_source_that_is_no_file_is_named(source, was):
+    with pytest.raises(TypeError, match=f"path is {was}; it should be a path, or a file opened"):
+        read_structure(source)

@@ -797,3 +797,15 @@ def test_gradients_are_those_of_few_and_of_many_nodes(monkeypatch, bound, lmax):
     for a, b, c in zip(few, many, gradients("torch"), strict=True):
         torch.testing.assert_close(a, c, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(b, c, rtol=1e-4, atol=1e-4)
+
+
+def test_matrices_that_are_no_rotations_are_refused():
+    R = np.linalg.qr(np.random.default_rng(0).normal(size=(3, 3)))[0]
+    R *= np.linalg.det(R)
+    good = np.stack([R, R.T])
+    np.testing.assert_allclose(wigner_d_of(good, 1)[:, 1:, 1:], good, atol=1e-12)
+    for bad in (-R, 2 * R):
+        with pytest.raises(
+            ValueError, match=r"rotation\[1\] is .*; it should be a matrix of a proper"
+        ):
+            wigner_d_of(np.stack([R, bad]), 1)

@@ -15,7 +15,16 @@ import numpy as np
 
 from fusedops._frame import registry
 from fusedops._frame.arrays import ArrayT, beside, cast, namespace, table, wide, zeros
-from fusedops._frame.check import flag, floats, size
+from fusedops._frame.check import (
+    bridge,
+    device_of,
+    flag,
+    floats,
+    is_tensor,
+    is_traced,
+    refuse,
+    size,
+)
 from fusedops._frame.op import op, to_run
 from fusedops._frame.primitive import Call, Primitive
 from fusedops._frame.registry import BackendName
@@ -466,6 +475,25 @@ def _orders(lmax: int, packed: bool) -> tuple[list[int], list[float], list[int]]
     return orders, signs, others
 
 
+#: The largest error of a rotation's matrix: rounded numbers have less, and others more.
+_NO_ROTATION = 1e-3
+
+
+def _need_rotations(name: str, matrices: Any) -> None:
+    """Raise ValueError unless matrices that the host may read are proper rotations."""
+    if device_of(matrices) != "cpu" or is_traced(matrices):
+        return
+    if is_tensor(matrices) and bridge().modes.transforms():
+        return
+    R = bridge().tensors.values(matrices) if is_tensor(matrices) else matrices
+    error = abs(R @ R.swapaxes(1, 2) - np.eye(3)).max((1, 2)) + (np.linalg.det(R) < 0)
+    # NaN stays NaN in the result.
+    if (error > _NO_ROTATION).any():
+        bad = int((error > _NO_ROTATION).argmax())
+        was = f"is {R[bad].round(3).tolist()}"
+        refuse(ValueError, name, f"rotation[{bad}]", was, "be a matrix of a proper rotation")
+
+
 def _matrices_of(rotation: Any) -> Any:
     """Return rotations (E, 3, 3) of Euler angles (E, 3) or quaternions (E, 4)."""
     xp = namespace(rotation)
@@ -500,9 +528,10 @@ def wigner_d_of(
     Parameters
     ----------
     rotation : array or tensor (E, 3, 3), (E, 4) or (E, 3), float32 or float64; in torch 16 bits too
-        Either matrices R; or quaternions w, x, y, z of any length; or Euler angles α, β, γ in
-        radians, for :math:`R = R_y(\alpha) R_x(\beta) R_y(\gamma)`, as e3nn and fairchem have
-        them. A quaternion of length zero counts as no turn, with a gradient of zero.
+        Either matrices R, which on a CPU are checked to be proper rotations; or quaternions w, x,
+        y, z of any length; or Euler angles α, β, γ in radians, for
+        :math:`R = R_y(\alpha) R_x(\beta) R_y(\gamma)`, as e3nn and fairchem have them. A quaternion
+        of length zero counts as no turn, with a gradient of zero.
     lmax : int
         The largest degree, from 0 to 63.
     packed : bool
@@ -557,6 +586,8 @@ def wigner_d_of(
         )
     lmax = size(name, "lmax", lmax, bits=6)
     flag(name, "packed", packed)
+    if rotation.ndim == 3:
+        _need_rotations(name, rotation)
     xp, R = namespace(rotation), _matrices_of(rotation)
     u = R[:, 1]
     D = wigner_d(u, lmax, packed=packed, backend=backend)
