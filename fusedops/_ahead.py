@@ -45,8 +45,9 @@ def compilers() -> Iterator[ThreadPoolExecutor]:
 def compiling_ahead(device: Any) -> Iterator[None]:
     """Let launches of new kernels in a ``with`` block compile these, and launch nothing.
 
-    Launches in the device's current stream do so, as autograd's threads launch there, too. No index
-    may be a result of a kernel. One block is entered at a time.
+    This holds for the device's current stream, in which autograd's threads launch, too. A
+    computation whose indices are results of kernels would read anywhere. One block is entered at a
+    time.
     """
     global _ahead
     with compilers() as threads:

@@ -118,7 +118,7 @@ def in_parts(
     )
     parts = zip(*split, strict=True)
     # Transforms of torch.func refuse the hooks of checkpoints.
-    if torch.is_grad_enabled() and not private().transforming():
+    if torch.is_grad_enabled() and (traced() or not private().transforming()):
         done = [checkpoint(function, *part, use_reentrant=False) for part in parts]
     else:
         done = [function(*part) for part in parts]

@@ -75,7 +75,8 @@ class ForceStep(torch.nn.Module):
 
     Notes
     -----
-    Periodic atoms may lie outside of the cell, where fairchem's own graphs miss edges of far ones.
+    Periodic atoms may lie outside of the cell; fairchem's own graphs miss edges of atoms far away
+    from it.
     Pairs are found anew once twice the farthest move of an atom, besides the cell's strain, and the
     strain times the cutoff add up to more than the skin; and when periodicity or systems change. A
     graph keeps the memory of a step, and of the weights that it reads, with copies of them. After
@@ -273,7 +274,7 @@ def _is_on_gpu(tensor: Any) -> bool:
 
 
 def _compile(model: Any, compute: Any, data: Any) -> None:
-    """Compile the kernels of a model's step side by side, unless hooks would get its results."""
+    """Compile the kernels of a model's step, unless hooks would see numbers that no kernel made."""
     if not (_has_any_global_hook() or any(map(has_hooks, model.modules()))):
         compile_ahead(compute, data["pos"].device)
 
@@ -332,7 +333,7 @@ class _Captured:
         # The others are evaluated before they are captured, and need edges.
         self.runs[0].replay()
         _compile(model, self._evaluate, data)
-        # No kernel may have written the forms there.
+        # Forms of that evaluation hold nothing: kernels weren't launched.
         self.kept = keeper()
         self.runs += [self._graph(self._evaluate), self._graph(self._look)]
 

@@ -63,7 +63,7 @@ def _sequences(starts: torch.Tensor, tokens: int) -> fusedops.Sequences | torch.
         return fusedops.Sequences.on_device(all_starts, num_tokens=tokens)
 
     if starts.is_cpu or (starts.is_cuda and torch.cuda.is_current_stream_capturing()):
-        # Torch doesn't count all writes, as of NumPy and other processes. Each run of a CUDA graph
+        # On a CPU torch doesn't count writes by NumPy or other processes. Each run of a CUDA graph
         # reads the boundaries anew.
         return make()
     # `rest` keeps these sequences apart from the ones that an op makes of the same tensor.

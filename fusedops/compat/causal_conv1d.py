@@ -136,8 +136,8 @@ def _begins(seq_idx: torch.Tensor) -> torch.Tensor:
 def _numbered(seq_idx: torch.Tensor) -> tuple[fusedops.Sequences | torch.Tensor, bool]:
     """Return the sequences of the tokens of a batch, and whether some tokens may be padding.
 
-    The host reads the numbers, those of a GPU again only after a write to them. For a graph it
-    doesn't: a graph has as many sequences as tokens, and those left over at the end are empty.
+    The host reads the numbers in each call, and a GPU's only after a write to them. For a graph it
+    doesn't: a graph has as many sequences as tokens, and the last ones may be empty.
     """
     count = seq_idx.numel()
     if traced():

@@ -452,7 +452,7 @@ def attention_pair_bias(
         z, or b.
     mask : tensor (B, N) or (B * M, N), bool or any number, optional
         m, one where a token is there and zero where it is missing; has no gradient if it is bool. A
-        sample without tokens is as one with all.
+        sample without tokens is treated as one with all.
     num_heads : int
         H.
     w_ln_a, b_ln_a, w_ln_z, b_ln_z : tensor (C,), (C,), (Z,) and (Z,), optional
@@ -582,7 +582,7 @@ def attention_pair_bias(
         if mask.shape not in ((batch, tokens), (total, tokens)):
             should = f"be ({batch}, {tokens}) or ({total}, {tokens})"
             refuse(ValueError, op, "mask", f"has shape {tuple(mask.shape)}", should)
-        # A bias on all keys of a sample would change nothing but the logits' digits.
+        # A bias on all keys of a sample would only cost its logits digits.
         absent, _ = absent_keys(mask, v.dtype)
         absent = absent.reshape(batch, mask.shape[0] // batch, 1, 1, tokens)
         given.append(absent.expand(batch, samples, 1, 1, tokens))

@@ -258,9 +258,7 @@ def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
     if dy.hidden is not None:
         # `hidden` is internal: only direct calls of the primitive reach here.
         return _gradients(trimul_vjp.Arguments(*arrays, None, dout, *static), dy.hidden)
-    # Sums that float16 holds as infinite are computed anew: their normalized values are small.
-    hidden = None if dtype_name(a.x.dtype) == "float16" else y.hidden
-    return Call(trimul_vjp, *arrays, hidden, dout, *static, out=wanted)
+    return Call(trimul_vjp, *arrays, y.hidden, dout, *static, out=wanted)
 
 
 _SIZES: dict[str, Any] = {
@@ -273,8 +271,9 @@ trimul = Primitive(
     family="trimul",
     arrays=ARRAYS,
     static=STATIC,
-    sizes=_SIZES,
-    outputs={"out": "(*B, N, N, D) as x", "hidden": "(*B, H, N, N)"},
+    # Sums that float16 would hold as infinite are computed anew: their normalized values are small.
+    sizes={**_SIZES, "kept": lambda a: dtype_name(a.x.dtype) != "float16"},
+    outputs={"out": "(*B, N, N, D) as x", "hidden": "(*B, H, N, N) with kept"},
     formula=_formula,
     pullback=_pullback,
     saves=("hidden",),
