@@ -260,8 +260,9 @@ def check(
     errors = {
         name: error(out, want)
         for name, out, want in zip(names, outputs, [*reference, *updated], strict=True)
-        # The order of atoms on a GPU is arbitrary, so the formula returns None for it.
-        if want is not None
+        # The order of atoms on a GPU is arbitrary, so the formula returns None for it. Float16 has
+        # no output whose numbers it can't hold.
+        if want is not None and (out is not None or dtype != "float16")
     }
     # On the CPU the bridge computes most ops in float32 when given 16-bit floats.
     narrow = device == "cpu" and dtype not in ("float32", "float64")

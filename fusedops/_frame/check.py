@@ -214,8 +214,8 @@ def _has_memory(tensor: Any) -> bool:
     """Return whether a tensor has an address: one that torch traces has none."""
     torch = sys.modules["torch"]
     # Kernels get subclasses that leave operations to torch.
-    plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    return plain and not tensor.is_meta
+    own = getattr(type(tensor), "__torch_dispatch__", None)
+    return own is torch.Tensor.__torch_dispatch__ and not tensor.is_meta
 
 
 def _span(tensor: Any) -> int:

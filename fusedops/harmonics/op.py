@@ -475,8 +475,8 @@ def _orders(lmax: int, packed: bool) -> tuple[list[int], list[float], list[int]]
     return orders, signs, others
 
 
-#: The largest error of a rotation's matrix: rounded numbers have less, and others more.
-_NO_ROTATION = 1e-3
+#: The largest error of a rotation's matrix: numbers rounded to 16 bits have less.
+_NO_ROTATION = 0.05
 
 
 def _need_rotations(name: str, matrices: Any) -> None:
