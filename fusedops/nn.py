@@ -904,8 +904,9 @@ class JetBlock(torch.nn.Module):
         holds(name, "cache[1]", cache[1], x, "hidden_states")
         if update:
             copied = x.shape[1] != 1 or cu_seqlens is not None
-            if not copied and (torch.is_grad_enabled() or differentiates((x, *cache))):
-                copied = differentiates((x, *cache, *self.parameters()))
+            copied = copied or differentiates((x, *cache))
+            if torch.is_grad_enabled():
+                copied = copied or differentiates((*self.parameters(),))
             for at, each in enumerate(cache):
                 check_update(name, f"cache[{at}]", each, copied)
         return cache

@@ -133,11 +133,12 @@ class Launcher:
     def __call__(self, programs: int, key: tuple[Any, ...], *args: Any) -> None:
         """Launch `programs` of the kernel; `key` holds all that `args` may be compiled for."""
         compiled = self._compiled.get(key)
-        if compiled is None and self.is_new(key) and (threads := ahead(_device(args))):
-            given = tuple(map(_without_memory, args))
-            threads.begin((id(self), key), lambda: self.compile(given))
-            return
         if compiled is None:
+            threads = ahead(_device(args)) if self.is_new(key) else None
+            if threads is not None:
+                given = tuple(map(_without_memory, args))
+                threads.begin((id(self), key), lambda: self.compile(given))
+                return
             # It stays None under TRITON_INTERPRET=1, where there is nothing to compile.
             compiled = self._compiled[key] = self.kernel[(programs,)](*args, **self.options)
         else:

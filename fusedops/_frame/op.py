@@ -201,7 +201,8 @@ class Op(Generic[F_co]):
         a = [part() if isinstance(part, Made) else part for part in parts]
         a = primitive.Arguments._make(a)
         primitive.sizes(a, name, self.names)
-        look = bound.values and (bound.values(a) or bound.values)
+        check = bound.values or primitive.check
+        look = check and (check(a) or check)
         return bound._replace(parts=parts, values=look, a=a, arrays=arrays, lead=lead)
 
     def shown(self, bound: Bound) -> list[int]:

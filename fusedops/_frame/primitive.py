@@ -107,8 +107,8 @@ class Primitive:
     mutates : tuple of str
         The arrays that are updated in place; a primitive with any has no derivative.
     check : callable, optional
-        Raises if a record's values are bad; called in each run of a graph, as an op checks its own
-        calls.
+        Raises if a record's values are bad, in an op's calls and in each run of a graph, unless it
+        returns a quicker check for other calls of an op of the kind.
     """
 
     def __init__(

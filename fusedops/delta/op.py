@@ -512,7 +512,7 @@ def gated_delta_rule_step(
     no_overlap(name, "state", state)
     if slots is not None:
         indices(name, "slots", slots)
-    return to_run((q, k, v, g, beta, state, slots, _scale(name, scale, q, v)), "out", _check_step)
+    return to_run((q, k, v, g, beta, state, slots, _scale(name, scale, q, v)), "out")
 
 
 def _check_step(a: Any) -> Any:
