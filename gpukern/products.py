@@ -766,21 +766,33 @@ def split_blocks(
 
 
 class Orders(NamedTuple):
-    """Memory for halves of several matrices of as many rows, with a scale for each row."""
+    """Memory for halves of several matrices of as many rows, with a scale for each row; or none.
 
-    halves: Any
-    scales: Any
-    parts: list[Halves]
+    The layout has `write_orders`'s PLACES and STARTS.
+    """
+
+    halves: Any = None
+    scales: Any = None
+    layout: tuple[tuple[int, ...], tuple[int, ...]] = ((0,), (0,))
+    parts: tuple[Halves, ...] = ()
+
+    def note(self, *arrays: Any) -> None:
+        """Keep the halves that a kernel has written beside arrays."""
+        keeper = kept(arrays[0].device) if self.parts else None
+        if keeper is not None:
+            keeper.note(self.parts, *arrays)
 
 
-def orders_to_keep(out: Any, starts: tuple[int, ...], channels: int) -> Orders | None:
-    """Return memory for the halves of an array's orders, or None where they wouldn't repay.
+def orders_to_keep(
+    out: Any, layout: tuple[tuple[int, ...], tuple[int, ...]], channels: int
+) -> Orders:
+    """Return memory for the halves of an array's orders, or none where they wouldn't repay.
 
-    Orders begin at `starts` times `channels` columns. Products with square weights decide, as the
+    Orders begin at STARTS times `channels` columns. Products with square weights decide, as the
     real ones aren't known yet.
     """
     keeper, rows = kept(out.device), len(out)
-    widths = [(end - begin) * channels for begin, end in itertools.pairwise(starts)]
+    widths = [(end - begin) * channels for begin, end in itertools.pairwise(layout[1])]
     serves = (
         keeper is not None
         and keeper.splits
@@ -791,7 +803,7 @@ def orders_to_keep(out: Any, starts: tuple[int, ...], channels: int) -> Orders |
         and _repays(out.device, 2 * rows * min(widths) ** 2, rows * min(widths))
     )
     if not serves:
-        return None
+        return Orders()
     halves = torch.empty(2 * rows * sum(widths), dtype=torch.float16, device=out.device)
     scales = torch.empty((len(widths), 1, rows), dtype=torch.float32, device=out.device)
     parts = [
@@ -800,17 +812,10 @@ def orders_to_keep(out: Any, starts: tuple[int, ...], channels: int) -> Orders |
             halves.split([2 * rows * width for width in widths]), scales, widths, strict=True
         )
     ]
-    return Orders(halves, scales, parts)
+    return Orders(halves, scales, layout, tuple(parts))
 
 
-def note_orders(orders: Orders, *arrays: Any) -> None:
-    """Keep the halves that a kernel has written beside arrays."""
-    keeper = kept(arrays[0].device)
-    if keeper is not None:
-        keeper.note(orders.parts, *arrays)
-
-
-def kept_orders(*arrays: Any) -> list[Halves] | None:
+def kept_orders(*arrays: Any) -> tuple[Halves, ...] | None:
     """Return the halves that a kernel has written beside arrays, or None."""
     keeper = kept(arrays[0].device)
     return None if keeper is None else keeper.take(*arrays)

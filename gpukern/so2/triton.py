@@ -28,10 +28,10 @@ from gpukern.launch import Launcher, in_one_dtype, kernel_of_any_size, power, ro
 from gpukern.products import (
     BLOCK,
     Factor,
+    Orders,
     in_vectors,
     kept_orders,
     multiply,
-    note_orders,
     orders_to_keep,
     split_for_both,
     sum_over_rows,
@@ -314,7 +314,7 @@ class _Call:
         """Return the messages of every order, times radial functions."""
         x = _flat(self.message)
         if self.radial is None:
-            halves = self._kept(self.inputs, summed, self.message)
+            halves = self._written(self.inputs, summed, self.message)
             pairs = zip(self.inputs, halves, strict=True)
             return [Factor(x[:, own], summed=summed, halves=of) for own, of in pairs]
         return [
@@ -329,7 +329,7 @@ class _Call:
 
     def results(self, dout: Any, dgates: Any, summed: bool) -> list[Factor]:
         """Return the cotangents of every order's results, and of the gates before the first."""
-        halves = self._kept(self.outputs, summed, dout, *[] if dgates is None else [dgates])
+        halves = self._written(self.outputs, summed, dout, *[] if dgates is None else [dgates])
         dout = _flat(dout)
         first, *others = [dout[:, own] for own in self.outputs]
         made = None if dgates is None else lambda: torch.cat([dgates, first], 1)
@@ -338,7 +338,7 @@ class _Call:
         return [found, *[Factor(part, summed=summed, halves=of) for part, of in pairs]]
 
     @staticmethod
-    def _kept(orders: list[slice], summed: bool, *arrays: Any) -> list[Any]:
+    def _written(orders: list[slice], summed: bool, *arrays: Any) -> list[Any]:
         """Return every order's halves with scales for rows, where a kernel has written them."""
         return (not summed and kept_orders(*arrays)) or [None] * len(orders)
 
@@ -503,22 +503,20 @@ def _gated(a: Any, given: tuple[Any, ...], made: tuple[Any, ...], order: int) ->
     size = min(_CHANNELS, power(C))
     blocks = -(-C // size)
     both = [array for array in (made[0], made[2]) if array is not None]
-    kept, places = None, _places(a.lmax, a.mmax, order == 1)
+    own = Orders()
     kind = _float(gates, x, *[array for array in given if array is not None])
     # A program has whole rows, and the convolution before a gate has cotangents of both.
     serves = a.layout == "m" and blocks == 1 and kind == tl.float32
     if serves and order < 2 and len(both) == order + 1:
-        kept = orders_to_keep(both[0], places[1], C)
+        own = orders_to_keep(both[0], _places(a.lmax, a.mmax, order == 1), C)
     integers = blocks, E, *[array.stride(0) for array in read]
     constants = (
         C, a.lmax, a.mmax, M, _table(a.lmax, a.mmax, a.layout), size, kind, order,
         given[1] is not None, given[2] is not None, *[array is not None for array in made],
-        *(((0,), (0,)) if kept is None else places),
+        *own.layout,
     )  # fmt: skip
-    halves = (None, None) if kept is None else kept[:2]
-    _launch(_launch_gate, E, blocks, (*read, *written, *halves), integers, *constants)
-    if kept is not None:
-        note_orders(kept, *both)
+    _launch(_launch_gate, E, blocks, (*read, *written, *own[:2]), integers, *constants)
+    own.note(*both)
 
 
 @register("gate_activation", "triton")

@@ -40,7 +40,7 @@ from gpukern.launch import (
     power,
     wide,
 )
-from gpukern.products import note_orders, orders_to_keep, write_orders
+from gpukern.products import Orders, orders_to_keep, write_orders
 from gpukern.so2.triton import scale_messages, unscale_messages
 
 # Channels that a program takes, and elements of a warp's tile of edges and channels.
@@ -774,13 +774,11 @@ def edge_wigner(a: Any, y: Any) -> None:
             dtype=torch.float64 if float64 else torch.float32,
         )
 
-    kept, places = None, _places(lmax, mmax, ends)
-    whole = (0, lmax + 1) in _runs(lmax, _ROWS) and blocks == tile[1] == 1
-    # Convolutions take messages of several orders.
-    if by_edge and whole and dmessage is not None and mmax and not float64:
-        if count == len(dmessage) and some[lmax] == 2 * min(lmax, mmax) + 1:
-            kept = orders_to_keep(dmessage, places[1], channels)
-    halves = (None, None) if kept is None else kept[:2]
+    runs, own = _runs(lmax, _ROWS_WITH_DOTS if by_node else _ROWS), Orders()
+    # Convolutions take messages of several orders, and a program has all rows of an edge at once.
+    if dmessage is not None and mmax and not float64 and count == len(dmessage):
+        if len(runs) == blocks == tile[1] == 1 and some[lmax] == 2 * min(lmax, mmax) + 1:
+            own = orders_to_keep(dmessage, _places(lmax, mmax, ends), channels)
     launches: list[Launch] = []
 
     def launch(kernel: Launcher, programs: int, given: Any, integers: Any, *constants: Any) -> None:
@@ -789,16 +787,16 @@ def edge_wigner(a: Any, y: Any) -> None:
         launches.append((kernel, programs, key, (*arrays, *integers, *constants)))
 
     scaled = factors is not None
-    for low, high in _runs(lmax, _ROWS_WITH_DOTS if by_node else _ROWS):
+    for low, high in runs:
         if by_edge and count and channels and nodes:
             launch(
                 _by_edge[vector],
                 -(-count // tile[2]) * blocks,
-                (x, message, wigner, factors, source, target, dmessage, dfactors, parts, *halves),
+                (x, message, wigner, factors, source, target, dmessage, dfactors, parts, *own[:2]),
                 (nodes, count, blocks, bits, *strides),
                 low, high, some, *constants, *tile, *layout, scaled, dmessage is not None,
                 dwigner is not None, dfactors is not None,
-                *(((0,), (0,)) if kept is None else places),
+                *own.layout,
             )  # fmt: skip
         if dx is not None and dx.numel():
             lists = source_ptr, by_source, target_ptr, by_target
@@ -822,5 +820,4 @@ def edge_wigner(a: Any, y: Any) -> None:
             offsets, lmax, mmax, blocks * ends, ends, packed, back, kind, _PLACED,
         )  # fmt: skip
     launch_all(launches)
-    if kept is not None:
-        note_orders(kept, dmessage)
+    own.note(dmessage)
